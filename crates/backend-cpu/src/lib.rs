@@ -1,0 +1,15 @@
+//! Owns the operations on a CPU, FP32 throughout: the oracle of every other backend, and what serves without a GPU.
+//! Knows no checkpoint and no plan beyond `backend::Pass`.
+//!
+//! A row's result depends on nothing but the row: every sum runs in an order fixed by the operation's shape, never by the
+//! number of rows, of threads or by what shares the pass.
+
+mod attention;
+mod elementwise;
+mod linear;
+mod memory;
+mod mixer;
+mod ops;
+
+pub use memory::{CpuBuffer, CpuLayout, CpuWeight};
+pub use ops::CpuOps;

@@ -1,0 +1,119 @@
+//! Owns `omni-kev capture`: unrounded outputs for a corpus, with all that is needed to recompute a verdict from them.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use processor::{Prepared, parse_request};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use crate::Internal;
+use crate::engine::{EngineArguments, ProcessorArguments, execute, open, read_corpus};
+
+/// Arguments of `capture`.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Directory of the export
+    export: PathBuf,
+    /// Requests, one JSON object a line
+    #[arg(long)]
+    corpus: PathBuf,
+    /// File to write, compressed when it ends in .zst; `-` for standard output
+    #[arg(long)]
+    out: PathBuf,
+    /// Requests that share a batch
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    batch: u16,
+    #[command(flatten)]
+    processor: ProcessorArguments,
+    #[command(flatten)]
+    engine: EngineArguments,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let (lines, corpus_sha256) = read_corpus(&arguments.corpus)?;
+    let export = open(&arguments.export, None)?;
+    let processor = arguments.processor.processor(&export);
+    let mut engine = arguments.engine.engine(&export, &processor)?;
+    let mut text = String::new();
+    let mut push = |value: serde_json::Value| {
+        text.push_str(&value.to_string());
+        text.push('\n');
+    };
+    push(json!({
+        "omni_kev_capture": 1,
+        "version": env!("CARGO_PKG_VERSION"),
+        "commit": option_env!("OMNI_KEV_COMMIT"),
+        "manifest_sha256": export.manifest_sha256,
+        "corpus_sha256": corpus_sha256,
+        "profile": arguments.engine.profile(),
+        "backend": arguments.engine.backend(),
+        "batch": arguments.batch,
+        "temperature": export.temperature,
+        "unix_time": SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+    }));
+    let (mut questions, mut refused) = (0, 0);
+    for batch in lines.chunks(usize::from(arguments.batch)) {
+        let mut ready: Vec<(&str, Prepared)> = Vec::new();
+        for line in batch {
+            match parse_request(&line.body).and_then(|request| processor.prepare(&request)) {
+                Ok(prepared) => ready.push((&line.name, prepared)),
+                Err(error) => {
+                    refused += 1;
+                    push(json!({ "name": line.name, "error": error.to_string() }));
+                }
+            }
+        }
+        let trees: Vec<_> = ready.iter().map(|(_, prepared)| prepared.tree.clone()).collect();
+        let outcomes = execute(&mut engine, &trees)?;
+        for ((name, prepared), outcome) in ready.iter().zip(outcomes) {
+            let finished = processor
+                .finish(&prepared.context, &outcome.logits)
+                .map_err(|error| Internal(error.to_string()))?;
+            for (index, (id, question_type)) in prepared.context.questions().enumerate() {
+                let branch = &prepared.tree.branches[index];
+                let mut ids = Sha256::new();
+                for token in prepared.tree.state.iter().chain(&branch.tokens) {
+                    ids.update(token.to_le_bytes());
+                }
+                let logits = &outcome.logits[index];
+                push(json!({
+                    "name": name,
+                    "id": id,
+                    "type": question_type.as_str(),
+                    "ids_sha256": hex::encode(ids.finalize()),
+                    "readouts": { "decide": branch.decide, "option_ends": branch.option_ends },
+                    "logits": logits.iter().map(|value| f64::from(*value)).collect::<Vec<_>>(),
+                    "logits_hex": logits.iter().map(|value| format!("{:08x}", value.to_bits())).collect::<Vec<_>>(),
+                    "probabilities": finished.probabilities[index].iter().map(|p| f64::from(*p)).collect::<Vec<_>>(),
+                    "usage": {
+                        "input_tokens": finished.usage.input_tokens,
+                        "output_tokens": finished.usage.output_tokens,
+                    },
+                }));
+                questions += 1;
+            }
+        }
+    }
+    write_out(&arguments.out, text.as_bytes())?;
+    eprintln!("captured {questions} questions of {} requests, {refused} refused", lines.len());
+    Ok(())
+}
+
+/// Writes a whole file or nothing.
+fn write_out(path: &Path, bytes: &[u8]) -> Result<()> {
+    if path == Path::new("-") {
+        return Ok(std::io::stdout().lock().write_all(bytes)?);
+    }
+    let fail = || format!("cannot write {}", path.display());
+    let compressed = path.extension().is_some_and(|extension| extension == "zst");
+    let data = if compressed { zstd::encode_all(bytes, 3).with_context(fail)? } else { bytes.to_vec() };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(folder).with_context(fail)?;
+    file.write_all(&data).with_context(fail)?;
+    file.as_file().sync_all().with_context(fail)?;
+    file.persist(path).with_context(fail)?;
+    Ok(())
+}

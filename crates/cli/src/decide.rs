@@ -1,0 +1,45 @@
+//! Owns `omni-kev decide`: one request in, its response body out, no server.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use processor::parse_request;
+use processor::pytext::{JsonStyle, answers, write_string};
+
+use crate::Internal;
+use crate::engine::{EngineArguments, ProcessorArguments, execute, open, read_input};
+
+/// Arguments of `decide`.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Directory of the export
+    export: PathBuf,
+    /// The request; standard input without it or for `-`
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    processor: ProcessorArguments,
+    #[command(flatten)]
+    engine: EngineArguments,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let body = read_input(arguments.file.as_deref())?;
+    let request = parse_request(&body)?;
+    let export = open(&arguments.export, None)?;
+    let processor = arguments.processor.processor(&export);
+    let prepared = processor.prepare(&request)?;
+    let mut engine = arguments.engine.engine(&export, &processor)?;
+    let outcome = execute(&mut engine, std::slice::from_ref(&prepared.tree))?.remove(0);
+    let finished =
+        processor.finish(&prepared.context, &outcome.logits).map_err(|error| Internal(error.to_string()))?;
+    let mut text = String::from("{\"model\":");
+    write_string(&mut text, &prepared.context.model, JsonStyle::Compact);
+    let usage = finished.usage;
+    println!(
+        "{text},\"answers\":{},\"usage\":{{\"input_tokens\":{},\"output_tokens\":{}}}}}",
+        answers(&finished.answers, JsonStyle::Compact),
+        usage.input_tokens,
+        usage.output_tokens
+    );
+    Ok(())
+}

@@ -1,0 +1,65 @@
+//! The `omni-kev` command: arguments in, exit codes out. Each command is a module of its own.
+//!
+//! Exit codes: 0 done, 2 refused or bad input, 3 internal error.
+
+mod capture;
+mod decide;
+mod engine;
+mod export;
+mod tokens;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A native worker for Kev decision models.
+#[derive(Parser)]
+#[command(name = "omni-kev", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Merge a Kev checkpoint into a hash-pinned export
+    Export(export::Arguments),
+    /// Check an export against its manifest: every byte, every tensor, the tokenizer
+    Verify(verify::Arguments),
+    /// Print what the model reads of a request, as JSON
+    Tokens(tokens::Arguments),
+    /// Answer one request and print the response body
+    Decide(decide::Arguments),
+    /// Record unrounded outputs for a corpus of requests
+    Capture(capture::Arguments),
+}
+
+/// An error that is not the caller's to fix.
+#[derive(Debug)]
+struct Internal(String);
+
+impl std::fmt::Display for Internal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "internal error: {}", self.0)
+    }
+}
+
+impl std::error::Error for Internal {}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Export(arguments) => export::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
+        Command::Tokens(arguments) => tokens::run(&arguments),
+        Command::Decide(arguments) => decide::run(&arguments),
+        Command::Capture(arguments) => capture::run(&arguments),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("omni-kev: {error:#}");
+            ExitCode::from(if error.is::<Internal>() { 3 } else { 2 })
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! Owns the model while it serves: passes over trees, the prefix cache, warm-up, and retirement after a failure. Knows no
+//! HTTP and no text.
+
+mod key_rows;
+mod prefix_cache;
+mod warmup;
+mod worker;
+
+pub use prefix_cache::{CacheLimits, CacheStats};
+pub use warmup::warm_up;
+pub use worker::{Executor, ExecutorError, ExecutorOptions, open_cpu};

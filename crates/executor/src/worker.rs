@@ -1,0 +1,319 @@
+//! Owns the execution of batches: trees → passes → logits, with the prefix cache around it. One thread calls it.
+
+use std::sync::Arc;
+
+use artifact::Export;
+use backend::{KeyRange, Ops};
+use backend_cpu::CpuOps;
+use decision::{Outcome, Tree};
+use model::{Model, ModelError, ModelSizes, Owner, PassBuilder, Piece, WeightSet};
+use scheduler::{Execute, ExecuteError};
+
+use crate::key_rows::KeyRows;
+use crate::prefix_cache::{CacheLimits, CacheStats, PrefixCache, StateMemory};
+
+/// A long state is cut at multiples of this, the chunk of the delta rule, so that a cut changes no bit.
+const CHUNK: usize = 64;
+/// States of one batch that may be in memory besides the kept ones.
+const SCRATCH_SLOTS: usize = 8;
+
+/// What an executor plans for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExecutorOptions {
+    /// Tokens of a pass, a multiple of 64. A question longer than this gets a pass of its own.
+    pub pass_tokens: usize,
+    /// Longest state plus one question.
+    pub max_row_tokens: usize,
+    /// The prefix cache.
+    pub cache: CacheLimits,
+    /// Threads of a CPU backend; 0 means one per core.
+    pub threads: usize,
+}
+
+impl Default for ExecutorOptions {
+    fn default() -> Self {
+        Self {
+            pass_tokens: 512,
+            max_row_tokens: 73_728,
+            cache: CacheLimits { states: 4, bytes: 1 << 30 },
+            threads: 0,
+        }
+    }
+}
+
+/// Why an executor could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecutorError {
+    /// The model could not be loaded.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The backend could not start.
+    #[error(transparent)]
+    Backend(#[from] backend::BackendError),
+    /// An option makes no sense.
+    #[error("{option}: expected {expected}, found {found}")]
+    Option {
+        /// The option.
+        option: &'static str,
+        /// What is accepted.
+        expected: &'static str,
+        /// What was given.
+        found: usize,
+    },
+}
+
+/// Runs trees on a model.
+pub struct Executor<B: Ops> {
+    model: Model<B>,
+    options: ExecutorOptions,
+    cache: PrefixCache,
+    slots: Vec<usize>,
+    keys: KeyRows,
+    slot_bytes: usize,
+    key_row_bytes: usize,
+    retired: Option<ExecuteError>,
+}
+
+/// An executor on this machine's cores, profile `exact`.
+///
+/// # Errors
+/// [`ExecutorError`].
+pub fn open_cpu(export: &Export, options: &ExecutorOptions) -> Result<Executor<CpuOps>, ExecutorError> {
+    Executor::open(CpuOps::new(options.threads)?, export, WeightSet::Exact, options)
+}
+
+impl<B: Ops> Executor<B> {
+    /// Loads an export into a backend.
+    ///
+    /// # Errors
+    /// [`ExecutorError`].
+    pub fn open(
+        ops: B,
+        export: &Export,
+        set: WeightSet,
+        options: &ExecutorOptions,
+    ) -> Result<Self, ExecutorError> {
+        if options.pass_tokens == 0 || !options.pass_tokens.is_multiple_of(CHUNK) {
+            let found = options.pass_tokens;
+            return Err(ExecutorError::Option { option: "pass tokens", expected: "a multiple of 64", found });
+        }
+        let g = &export.geometry;
+        let linear = g.layers.iter().filter(|kind| **kind == artifact::LayerKind::Linear).count();
+        let full = g.layers.len() - linear;
+        let state = g.linear_value_heads * g.linear_key_dim * g.linear_value_dim;
+        let slot_bytes = 4 * linear * ((g.conv_kernel - 1) * g.conv_dim() + state);
+        let key_row_bytes = (4 * full * 2 * g.kv_heads * g.head_dim).max(1);
+        let slots = options.cache.states + SCRATCH_SLOTS;
+        let pass_rows = options.pass_tokens.max(options.max_row_tokens);
+        // Everything kept, and a few of the longest rows beside it, since holes of a used arena do not join. A CPU's
+        // arena costs only what is touched of it.
+        let key_rows = options.cache.bytes / key_row_bytes + 4 * options.max_row_tokens + pass_rows;
+        let sizes = ModelSizes { pass_rows, readout_rows: pass_rows, slots, key_rows };
+        Ok(Self {
+            model: Model::load(ops, export, set, sizes)?,
+            options: *options,
+            cache: PrefixCache::new(options.cache),
+            slots: (0..slots).rev().collect(),
+            keys: KeyRows::new(key_rows),
+            slot_bytes,
+            key_row_bytes,
+            retired: None,
+        })
+    }
+
+    /// Counters of the prefix cache.
+    pub fn cache_stats(&self) -> Arc<CacheStats> {
+        self.cache.stats()
+    }
+
+    /// One line about backend and profile.
+    pub fn describe(&self) -> String {
+        self.model.describe()
+    }
+}
+
+impl<B: Ops> Execute for Executor<B> {
+    fn execute(&mut self, trees: &[Tree]) -> Result<Vec<Outcome>, ExecuteError> {
+        if let Some(error) = &self.retired {
+            return Err(error.clone());
+        }
+        let result = Batch::new(self, trees).run();
+        result.map_err(|error| {
+            let error = ExecuteError { reason: error.to_string() };
+            self.retired = Some(error.clone());
+            error
+        })
+    }
+}
+
+/// A state in use by the batch.
+struct Live {
+    tokens: Arc<[u32]>,
+    memory: StateMemory,
+    cached: bool,
+    /// The pass, by number, that wrote its final state.
+    written: usize,
+}
+
+/// One batch on its way through the model.
+struct Batch<'a, B: Ops> {
+    executor: &'a mut Executor<B>,
+    trees: &'a [Tree],
+    outcomes: Vec<Outcome>,
+    live: Vec<Live>,
+    builder: PassBuilder<'a>,
+    /// Key rows of the questions of the pass in the making.
+    borrowed: Vec<KeyRange>,
+    passes: usize,
+}
+
+impl<'a, B: Ops> Batch<'a, B> {
+    fn new(executor: &'a mut Executor<B>, trees: &'a [Tree]) -> Self {
+        let outcomes = trees
+            .iter()
+            .map(|tree| Outcome { logits: vec![Vec::new(); tree.branches.len()], cached_tokens: 0 })
+            .collect();
+        let builder = PassBuilder::default();
+        Self { executor, trees, outcomes, live: Vec::new(), builder, borrowed: Vec::new(), passes: 1 }
+    }
+
+    fn run(mut self) -> Result<Vec<Outcome>, ModelError> {
+        for (index, tree) in self.trees.iter().enumerate() {
+            let mut live = self.state(&tree.state)?;
+            self.outcomes[index].cached_tokens = if self.live[live].cached { tree.state.len() } else { 0 };
+            for (branch_index, branch) in tree.branches.iter().enumerate() {
+                let rows = self.builder.rows();
+                if rows > 0 && rows + branch.tokens.len() > self.executor.options.pass_tokens {
+                    self.flush()?;
+                }
+                let own = match self.executor.keys.take(branch.tokens.len()) {
+                    Some(own) => own,
+                    None => {
+                        self.settle()?;
+                        live = self.state(&tree.state)?;
+                        self.rows(branch.tokens.len())?
+                    }
+                };
+                self.borrowed.push(own);
+                let state = &self.live[live];
+                let mut keys = state.memory.keys.clone();
+                keys.push(own);
+                self.builder.add(Piece {
+                    tokens: &branch.tokens,
+                    position: tree.state.len(),
+                    initial: Some(state.memory.slot),
+                    last: None,
+                    after_state: state.written == self.passes,
+                    keys,
+                    question: Some((Owner { tree: index, branch: branch_index }, branch)),
+                });
+            }
+        }
+        self.settle()?;
+        Ok(self.outcomes)
+    }
+
+    /// Index of a live state, computed now if it is neither live nor kept.
+    fn state(&mut self, tokens: &'a Arc<[u32]>) -> Result<usize, ModelError> {
+        if let Some(index) = self.live.iter().position(|live| live.tokens == *tokens) {
+            return Ok(index);
+        }
+        if self.live.len() == SCRATCH_SLOTS {
+            self.settle()?;
+        }
+        if let Some(memory) = self.executor.cache.take(tokens) {
+            self.live.push(Live { tokens: Arc::clone(tokens), memory, cached: true, written: 0 });
+            return Ok(self.live.len() - 1);
+        }
+        let slot = self.slot()?;
+        let mut memory = StateMemory { slot, keys: Vec::new() };
+        let mut done = 0;
+        while done < tokens.len() {
+            let space = self.executor.options.pass_tokens.saturating_sub(self.builder.rows());
+            let left = tokens.len() - done;
+            let take = if left <= space { left } else { space / CHUNK * CHUNK };
+            if take == 0 {
+                self.flush()?;
+                continue;
+            }
+            memory.keys.push(self.rows(take)?);
+            self.builder.add(Piece {
+                tokens: &tokens[done..done + take],
+                position: done,
+                initial: (done > 0).then_some(slot),
+                last: Some(slot),
+                after_state: false,
+                keys: memory.keys.clone(),
+                question: None,
+            });
+            done += take;
+            if done < tokens.len() {
+                self.flush()?;
+            }
+        }
+        let written = self.passes;
+        self.live.push(Live { tokens: Arc::clone(tokens), memory, cached: false, written });
+        Ok(self.live.len() - 1)
+    }
+
+    fn slot(&mut self) -> Result<usize, ModelError> {
+        if self.executor.slots.is_empty()
+            && let Some(memory) = self.executor.cache.evict()
+        {
+            self.free(memory);
+        }
+        self.executor.slots.pop().ok_or(ModelError::Capacity {
+            what: "states",
+            found: self.live.len() + 1,
+            planned: SCRATCH_SLOTS,
+        })
+    }
+
+    /// A range of key rows, at the cost of kept states if need be.
+    fn rows(&mut self, len: usize) -> Result<KeyRange, ModelError> {
+        loop {
+            if let Some(range) = self.executor.keys.take(len) {
+                return Ok(range);
+            }
+            match self.executor.cache.evict() {
+                Some(memory) => self.free(memory),
+                None => {
+                    let planned = self.executor.model.sizes().key_rows;
+                    return Err(ModelError::Capacity { what: "key rows", found: len, planned });
+                }
+            }
+        }
+    }
+
+    fn free(&mut self, memory: StateMemory) {
+        self.executor.slots.push(memory.slot);
+        memory.keys.into_iter().for_each(|range| self.executor.keys.give(range));
+    }
+
+    /// Runs the pass in the making.
+    fn flush(&mut self) -> Result<(), ModelError> {
+        let (pass, owners) = std::mem::take(&mut self.builder).build();
+        if pass.rows() > 0 {
+            let mut logits = self.executor.model.run(&pass)?.into_iter();
+            for (owner, readout) in owners.iter().zip(&pass.readouts) {
+                self.outcomes[owner.tree].logits[owner.branch] =
+                    logits.by_ref().take(readout.options.len()).collect();
+            }
+        }
+        self.passes += 1;
+        self.borrowed.drain(..).for_each(|range| self.executor.keys.give(range));
+        Ok(())
+    }
+
+    /// Runs what is pending and hands every live state to the cache.
+    fn settle(&mut self) -> Result<(), ModelError> {
+        self.flush()?;
+        for live in std::mem::take(&mut self.live) {
+            let bytes = self.executor.slot_bytes + live.tokens.len() * self.executor.key_row_bytes;
+            for memory in self.executor.cache.put(live.tokens, live.memory, bytes) {
+                self.free(memory);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,73 @@
+//! Repository tasks. `cargo xtask ci` is the gate: the same command for people and machines.
+
+mod tidy;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.first().map(String::as_str) {
+        Some("ci") => ci(),
+        Some("tidy") => tidy::check(&root()).map(|()| println!("tidy: ok")),
+        _ => Err("usage: cargo xtask ci | tidy".to_owned()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The repository's root: the folder above this crate.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
+}
+
+/// Every step in order; the first that fails ends the gate.
+fn ci() -> Result<(), String> {
+    let root = root();
+    let mut done = 0;
+    let mut step = |name: &str, arguments: &[&str], environment: &[(&str, &str)]| {
+        println!("=== {name}: cargo {}", arguments.join(" "));
+        let started = Instant::now();
+        let status = Command::new("cargo")
+            .args(arguments)
+            .envs(environment.iter().copied())
+            .current_dir(&root)
+            .status()
+            .map_err(|error| format!("{name}: cannot run cargo: {error}"))?;
+        if !status.success() {
+            return Err(format!("{name} failed: cargo {}", arguments.join(" ")));
+        }
+        println!("=== {name}: ok, {:.0} s", started.elapsed().as_secs_f64());
+        done += 1;
+        Ok(())
+    };
+    step("format", &["fmt", "--all", "--check"], &[])?;
+    let features = "artifact/golden,processor/golden,executor/golden,backend-cuda/gpu";
+    let lints = ["clippy", "--workspace", "--all-targets", "--features", features, "--", "-D", "warnings"];
+    step("lints", &lints, &[])?;
+    step("docs", &["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
+    tidy::check(&root)?;
+    println!("=== tidy: ok");
+    step("tests", &["test", "--workspace"], &[])?;
+    step("release build", &["build", "--release"], &[])?;
+    let golden = root.join("../shared/golden");
+    if golden.is_dir() {
+        for package in ["artifact", "processor", "executor"] {
+            step(
+                "golden tier",
+                &["test", "--package", package, "--features", "golden", "--test", "golden"],
+                &[],
+            )?;
+        }
+    } else {
+        println!("=== golden tier: NOT RUN, {} is absent", golden.display());
+    }
+    println!("=== gate: {} steps passed", done + 1);
+    Ok(())
+}
