@@ -6,6 +6,7 @@ mod capture;
 mod decide;
 mod engine;
 mod export;
+mod serve;
 mod tokens;
 mod verify;
 
@@ -31,6 +32,8 @@ enum Command {
     Tokens(tokens::Arguments),
     /// Answer one request and print the response body
     Decide(decide::Arguments),
+    /// Serve an export over HTTP on the CPU
+    Serve(serve::Arguments),
     /// Record unrounded outputs for a corpus of requests
     Capture(capture::Arguments),
 }
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Tokens(arguments) => tokens::run(&arguments),
         Command::Decide(arguments) => decide::run(&arguments),
+        Command::Serve(arguments) => serve::run(&arguments),
         Command::Capture(arguments) => capture::run(&arguments),
     };
     match result {
