@@ -1,179 +1,292 @@
-//! Owns full attention: per-head norms and rotary embedding, and softmax attention over a segment's keys in the order of
-//! their positions, whatever ranges they lie in.
+//! Owns softmax attention over a segment's keys, whatever ranges they lie in, and its output gate.
+//!
+//! A row's keys are taken in blocks of [`KEYS`] absolute positions with a running maximum. A lane of a vector is one query
+//! (a row and a head), so its sums are its own; a key it must not see has weight 0 and a block without news a factor of 1,
+//! which change no bit. So neither the ranges of the keys, nor the rows that share a block, nor a split into passes matter.
 
-use backend::{Attention, KeyRange, Result};
+use std::cell::RefCell;
+
+use backend::{Attention, KeyRange, Segment};
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::elementwise::{dot, rms_norm, sigmoid};
-use crate::memory::CpuLayout;
+use crate::kernel::{INNER, NARROW, lane_tiles, scores, tile_lanes, weighted_sums};
+use crate::layout::CpuLayout;
+use crate::math::{exp, sigmoid};
+use crate::tiles::{Tile, grid};
 
-/// Query rows that share one walk over the keys.
-const ROWS: usize = 8;
+/// Keys of a block.
+const KEYS: usize = 64;
+/// Queries of a job: they share the gathered keys and values of a block.
+const QUERIES: usize = 128;
 
-/// Rotates the first dimensions of a head: pairs `(j, j + half)`, half-split.
-#[inline(always)]
-fn rotate(head: &mut [f32], table: &[f32]) {
-    let half = table.len() / 2;
-    for j in 0..half {
-        let (cos, sin) = (table[j], table[half + j]);
-        let (x, y) = (head[j], head[j + half]);
-        head[j] = x * cos - y * sin;
-        head[j + half] = y * cos + x * sin;
-    }
-}
-
-/// Operands of [`query_key_value`].
-pub(crate) struct Projections<'a> {
+/// Operands that are only read.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    pub(crate) query: &'a [f32],
     pub(crate) projected: &'a [f32],
-    pub(crate) query_norm: &'a [f32],
-    pub(crate) key_norm: &'a [f32],
-    pub(crate) eps: f32,
-}
-
-/// Norms and rotates queries and keys; keys and values go to their rows of the key arena.
-pub(crate) fn query_key_value(
-    from: &Projections<'_>,
-    shape: &Attention,
-    layout: &CpuLayout,
-    query: &mut [f32],
-    keys: &mut [f32],
-    values: &mut [f32],
-) {
-    let (width, dim) = (shape.projected_width(), shape.head_dim);
-    let kv_width = shape.kv_heads * dim;
-    let table_width = shape.rotary_dim;
-    query.par_chunks_mut(shape.heads * dim).enumerate().for_each(|(row, query)| {
-        let projected = &from.projected[row * width..(row + 1) * width];
-        let table = &layout.rotary[row * table_width..(row + 1) * table_width];
-        for (head, query) in query.chunks_exact_mut(dim).enumerate() {
-            rms_norm(&projected[2 * head * dim..(2 * head + 1) * dim], from.query_norm, from.eps, query);
-            rotate(query, table);
-        }
-    });
-    for (row, key_row) in layout.key_rows.iter().enumerate() {
-        let projected = &from.projected[row * width + 2 * shape.heads * dim..(row + 1) * width];
-        let table = &layout.rotary[row * table_width..(row + 1) * table_width];
-        let key = &mut keys[key_row * kv_width..(key_row + 1) * kv_width];
-        for (head, key) in key.chunks_exact_mut(dim).enumerate() {
-            rms_norm(&projected[head * dim..(head + 1) * dim], from.key_norm, from.eps, key);
-            rotate(key, table);
-        }
-        values[key_row * kv_width..(key_row + 1) * kv_width]
-            .copy_from_slice(&projected[kv_width..2 * kv_width]);
-    }
-}
-
-/// Some consecutive rows of a segment and where their output goes.
-struct Job<'a> {
-    first: usize,
-    position: usize,
-    ranges: &'a [KeyRange],
-    out: &'a mut [f32],
+    pub(crate) keys: &'a [f32],
+    pub(crate) values: &'a [f32],
+    pub(crate) shape: &'a Attention,
 }
 
 /// Causal attention of every row, gated.
-pub(crate) fn attention(
-    query: &[f32],
-    projected: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    shape: &Attention,
-    layout: &CpuLayout,
-    out: &mut [f32],
-) -> Result<()> {
-    let row_width = shape.heads * shape.head_dim;
-    let mut jobs = Vec::new();
-    let mut rest = out;
-    for segment in &layout.pass.segments {
-        for first in segment.rows.clone().step_by(ROWS) {
-            let count = ROWS.min(segment.rows.end - first);
-            let (out, after) = rest.split_at_mut(count * row_width);
-            rest = after;
-            jobs.push(Job {
-                first,
-                position: segment.position + first - segment.rows.start,
-                ranges: &segment.keys,
-                out,
-            });
-        }
-    }
-    jobs.par_iter_mut().with_max_len(1).for_each_init(Vec::new, |scores, job| {
-        pulp::Arch::new().dispatch(|| attend(query, keys, values, shape, job, scores));
-        for (offset, out) in job.out.chunks_exact_mut(row_width).enumerate() {
-            let row = (job.first + offset) * shape.projected_width();
-            for (head, out) in out.chunks_exact_mut(shape.head_dim).enumerate() {
-                let gate = &projected[row + (2 * head + 1) * shape.head_dim..][..shape.head_dim];
-                for (out, gate) in out.iter_mut().zip(gate) {
-                    *out *= sigmoid(*gate);
-                }
-            }
-        }
+pub(crate) fn attention(operands: &Operands<'_>, layout: &CpuLayout, out: &mut [f32]) {
+    let shape = operands.shape;
+    let group = shape.heads / shape.kv_heads;
+    let rows = (QUERIES / group).max(1);
+    let blocks: Vec<(&Segment, usize, usize)> = layout
+        .pass
+        .segments
+        .iter()
+        .flat_map(|segment| {
+            let len = segment.rows.len();
+            (0..len).step_by(rows).map(move |first| (segment, first, rows.min(len - first)))
+        })
+        .collect();
+    let heights: Vec<usize> = blocks.iter().map(|(_, _, count)| *count).collect();
+    let tiles =
+        grid(out, shape.heads * shape.head_dim, heights, vec![group * shape.head_dim; shape.kv_heads]);
+    // The last rows of a segment see the most keys: they go first, so that no long job is left for the end.
+    tiles.into_par_iter().enumerate().rev().with_max_len(1).for_each(|(job, out)| {
+        let (segment, first, _) = blocks[job / shape.kv_heads];
+        let job = Job { operands: *operands, segment, first, kv_head: job % shape.kv_heads };
+        SCRATCH.with_borrow_mut(|scratch| Arch::new().dispatch(Attend { job, out, scratch }));
     });
-    Ok(())
 }
 
-#[inline(always)]
-fn attend(
-    query: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    shape: &Attention,
-    job: &mut Job<'_>,
-    scores: &mut Vec<f32>,
-) {
-    let (dim, heads) = (shape.head_dim, shape.heads);
-    let kv_width = shape.kv_heads * dim;
-    let group = heads / shape.kv_heads;
-    let rows = job.out.len() / (heads * dim);
-    let visible = job.position + rows;
-    let scale = 1.0 / (dim as f32).sqrt();
-    for kv_head in 0..shape.kv_heads {
-        // Scores of this head's queries, `[rows * group, visible]`.
-        scores.clear();
-        scores.resize(rows * group * visible, f32::NEG_INFINITY);
-        for (index, key_row) in key_rows(job.ranges).take(visible).enumerate() {
-            let key = &keys[key_row * kv_width + kv_head * dim..][..dim];
-            for row in index.saturating_sub(job.position)..rows {
-                for g in 0..group {
-                    let start = ((job.first + row) * heads + kv_head * group + g) * dim;
-                    scores[(row * group + g) * visible + index] =
-                        dot(&query[start..start + dim], key) * scale;
-                }
+thread_local! {
+    /// Memory of a job: 392 KiB for heads of 256, made once a thread.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+#[derive(Default)]
+struct Scratch {
+    /// Queries, tile by tile `[head_dim, lanes]`.
+    query: Vec<f32>,
+    /// Unnormalised outputs, tile by tile `[head_dim, lanes]`, `head_dim` padded to [`NARROW`].
+    out: Vec<f32>,
+    /// Largest score so far and sum of weights, per lane.
+    top: Vec<f32>,
+    total: Vec<f32>,
+    /// A block's keys: per [`INNER`] dimensions `[KEYS, INNER]`.
+    keys: Vec<[f32; INNER]>,
+    /// A block's values: per [`NARROW`] dimensions `[KEYS, NARROW]`.
+    values: Vec<[f32; NARROW]>,
+    /// Scores, then weights of a tile `[KEYS, lanes]`.
+    scores: Vec<f32>,
+}
+
+/// Some rows of a segment and the heads that share one key head.
+#[derive(Clone, Copy)]
+struct Job<'a> {
+    operands: Operands<'a>,
+    segment: &'a Segment,
+    /// First row, counted from the segment's.
+    first: usize,
+    kv_head: usize,
+}
+
+struct Attend<'a> {
+    job: Job<'a>,
+    out: Tile<'a>,
+    scratch: &'a mut Scratch,
+}
+
+impl WithSimd for Attend<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { job, mut out, scratch } = self;
+        let dim = job.operands.shape.head_dim;
+        let queries = out.rows() * job.group();
+        let lanes = queries.next_multiple_of(S::F32_LANES);
+        let padded_dim = dim.next_multiple_of(NARROW);
+        resize(&mut scratch.query, lanes * dim, 0.0);
+        resize(&mut scratch.out, lanes * padded_dim, 0.0);
+        resize(&mut scratch.top, lanes, f32::NEG_INFINITY);
+        resize(&mut scratch.total, lanes, 0.0);
+        resize(&mut scratch.scores, KEYS * tile_lanes::<S>(), 0.0);
+        job.turn_queries::<S>(queries, &mut scratch.query);
+        let start = job.segment.position + job.first;
+        let visible = start + out.rows();
+        for base in (0..visible).step_by(KEYS) {
+            let count = KEYS.min(visible - base);
+            job.gather(base, count, &mut scratch.keys, &mut scratch.values);
+            for (first, lanes) in lane_tiles(queries, S::F32_LANES) {
+                let block = Block { first, lanes, base, count };
+                block.attend(simd, &job, scratch);
             }
         }
-        for row in 0..rows {
-            let seen = job.position + row + 1;
-            for g in 0..group {
-                let scores = &mut scores[(row * group + g) * visible..][..seen];
-                let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                let mut total = 0.0;
-                for score in scores.iter_mut() {
-                    *score = (*score - top).exp();
-                    total += *score;
-                }
-                let norm = 1.0 / total;
-                scores.iter_mut().for_each(|score| *score *= norm);
-            }
-        }
-        for row in 0..rows {
-            let start = (row * heads + kv_head * group) * dim;
-            job.out[start..start + group * dim].fill(0.0);
-        }
-        for (index, key_row) in key_rows(job.ranges).take(visible).enumerate() {
-            let value = &values[key_row * kv_width + kv_head * dim..][..dim];
-            for row in index.saturating_sub(job.position)..rows {
-                for g in 0..group {
-                    let weight = scores[(row * group + g) * visible + index];
-                    let out = &mut job.out[(row * heads + kv_head * group + g) * dim..][..dim];
-                    for (out, value) in out.iter_mut().zip(value) {
-                        *out = weight.mul_add(*value, *out);
-                    }
-                }
+        for (first, lanes) in lane_tiles(queries, S::F32_LANES) {
+            let sums = &scratch.out[first * padded_dim..][..lanes * padded_dim];
+            for lane in 0..lanes.min(queries - first) {
+                let inverse = 1.0 / scratch.total[first + lane];
+                job.write(first + lane, inverse, sums.iter().skip(lane).step_by(lanes), &mut out);
             }
         }
     }
 }
 
-fn key_rows(ranges: &[KeyRange]) -> impl Iterator<Item = usize> + '_ {
-    ranges.iter().flat_map(|range| range.row..range.row + range.len)
+fn resize(values: &mut Vec<f32>, len: usize, value: f32) {
+    values.clear();
+    values.resize(len, value);
 }
+
+impl Job<'_> {
+    /// Query heads of the key head.
+    fn group(&self) -> usize {
+        self.operands.shape.heads / self.operands.shape.kv_heads
+    }
+
+    /// Row of the pass and head of a query.
+    fn place(&self, query: usize) -> (usize, usize) {
+        let group = self.group();
+        (self.segment.rows.start + self.first + query / group, self.kv_head * group + query % group)
+    }
+
+    #[inline(always)]
+    fn turn_queries<S: Simd>(&self, queries: usize, turned: &mut [f32]) {
+        let (heads, dim) = (self.operands.shape.heads, self.operands.shape.head_dim);
+        for (first, lanes) in lane_tiles(queries, S::F32_LANES) {
+            let tile = &mut turned[first * dim..][..lanes * dim];
+            for lane in 0..lanes.min(queries - first) {
+                let (row, head) = self.place(first + lane);
+                let query = &self.operands.query[(row * heads + head) * dim..][..dim];
+                tile.iter_mut().skip(lane).step_by(lanes).zip(query).for_each(|(t, q)| *t = *q);
+            }
+        }
+    }
+
+    /// Copies `count` keys and values of positions from `base` on; the keys are padded with zeros to [`NARROW`].
+    #[inline(always)]
+    fn gather(
+        &self,
+        base: usize,
+        count: usize,
+        keys: &mut Vec<[f32; INNER]>,
+        values: &mut Vec<[f32; NARROW]>,
+    ) {
+        let (dim, kv_heads) = (self.operands.shape.head_dim, self.operands.shape.kv_heads);
+        keys.resize(dim.div_ceil(INNER) * KEYS, [0.0; INNER]);
+        values.resize(dim.div_ceil(NARROW) * KEYS, [0.0; NARROW]);
+        for (k, row) in key_rows(&self.segment.keys, base).take(count).enumerate() {
+            let start = (row * kv_heads + self.kv_head) * dim;
+            let key = self.operands.keys[start..start + dim].chunks(INNER);
+            for (place, key) in keys.iter_mut().skip(k).step_by(KEYS).zip(key) {
+                place[..key.len()].copy_from_slice(key);
+            }
+            let (value, rest) = self.operands.values[start..start + dim].as_chunks::<NARROW>();
+            let mut places = values.iter_mut().skip(k).step_by(KEYS);
+            value.iter().zip(&mut places).for_each(|(value, place)| *place = *value);
+            if let (Some(place), false) = (places.next(), rest.is_empty()) {
+                place[..rest.len()].copy_from_slice(rest);
+            }
+        }
+        for block in keys.chunks_exact_mut(KEYS) {
+            block[count..count.next_multiple_of(NARROW)].fill([0.0; INNER]);
+        }
+    }
+
+    /// Writes a query's output, gated.
+    #[inline(always)]
+    fn write<'s>(&self, query: usize, inverse: f32, sums: impl Iterator<Item = &'s f32>, out: &mut Tile<'_>) {
+        let shape = self.operands.shape;
+        let (dim, group) = (shape.head_dim, self.group());
+        let (row, head) = self.place(query);
+        let gate = &self.operands.projected[row * shape.projected_width() + (2 * head + 1) * dim..][..dim];
+        let out = &mut out.row(query / group)[query % group * dim..][..dim];
+        for ((out, sum), gate) in out.iter_mut().zip(sums).zip(gate) {
+            // Adding zero makes one zero of both: which one a sum ends with may depend on keys of weight 0.
+            *out = sigmoid(*gate) * (sum * inverse) + 0.0;
+        }
+    }
+}
+
+/// Rows of the key arena of positions from `base` on.
+fn key_rows(ranges: &[KeyRange], base: usize) -> impl Iterator<Item = usize> + '_ {
+    let mut skipped = 0;
+    ranges.iter().flat_map(move |range| {
+        let skip = base.saturating_sub(skipped).min(range.len);
+        skipped += range.len;
+        range.row + skip..range.row + range.len
+    })
+}
+
+/// A tile of queries against a block of keys.
+#[derive(Clone, Copy)]
+struct Block {
+    first: usize,
+    lanes: usize,
+    base: usize,
+    count: usize,
+}
+
+impl Block {
+    #[inline(always)]
+    fn attend<S: Simd>(self, simd: S, job: &Job<'_>, scratch: &mut Scratch) {
+        let Self { first, lanes, count, .. } = self;
+        let dim = job.operands.shape.head_dim;
+        let Scratch { query, out, top, total, keys, values, scores: weights } = scratch;
+        let query = &query[first * dim..][..lanes * dim];
+        let padded = count.next_multiple_of(NARROW);
+        for (from, keys) in (0..dim).step_by(INNER).zip(keys.chunks_exact(KEYS)) {
+            let query = &query[from * lanes..dim.min(from + INNER) * lanes];
+            scores(simd, lanes, query, &keys[..padded], &mut weights[..padded * lanes], from > 0);
+        }
+        let weights = &mut weights[..count * lanes];
+        let (top, total) = (&mut top[first..][..lanes], &mut total[first..][..lanes]);
+        let mut factor = [0.0; MAX_LANES];
+        let factor = &mut factor[..lanes];
+        self.weigh(job, weights, top, total, factor);
+        let padded_dim = dim.next_multiple_of(NARROW);
+        let out = out[first * padded_dim..][..lanes * padded_dim].chunks_exact_mut(NARROW * lanes);
+        for (out, values) in out.zip(values.chunks_exact(KEYS)) {
+            weighted_sums(simd, lanes, weights, &values[..count], factor, out);
+        }
+    }
+
+    /// Makes weights of scores; `factor` is what earlier sums shrink by.
+    #[inline(always)]
+    fn weigh(
+        self,
+        job: &Job<'_>,
+        weights: &mut [f32],
+        top: &mut [f32],
+        total: &mut [f32],
+        factor: &mut [f32],
+    ) {
+        let scale = 1.0 / (job.operands.shape.head_dim as f32).sqrt();
+        let group = job.group();
+        let start = job.segment.position + job.first;
+        factor.copy_from_slice(top);
+        // Keys of this block that a lane sees.
+        let mut seen = [0u32; MAX_LANES];
+        let seen = &mut seen[..self.lanes];
+        for (lane, seen) in seen.iter_mut().enumerate() {
+            let position = start + (self.first + lane) / group;
+            *seen = (position + 1).saturating_sub(self.base).min(KEYS) as u32;
+        }
+        for (k, line) in (0u32..).zip(weights.chunks_exact_mut(self.lanes)) {
+            for ((weight, top), seen) in line.iter_mut().zip(top.iter_mut()).zip(&*seen) {
+                let score = *weight * scale;
+                *weight = if k < *seen { score } else { f32::NEG_INFINITY };
+                *top = if *weight > *top { *weight } else { *top };
+            }
+        }
+        for ((factor, top), total) in factor.iter_mut().zip(&*top).zip(total.iter_mut()) {
+            *factor = exp(*factor - *top);
+            *total *= *factor;
+        }
+        for line in weights.chunks_exact_mut(self.lanes) {
+            for ((weight, top), total) in line.iter_mut().zip(&*top).zip(total.iter_mut()) {
+                *weight = exp(*weight - *top);
+                *total += *weight;
+            }
+        }
+    }
+}
+
+/// Lanes of a tile on any machine, at most.
+const MAX_LANES: usize = 32;

@@ -4,12 +4,23 @@
 //! A row's result depends on nothing but the row: every sum runs in an order fixed by the operation's shape, never by the
 //! number of rows, of threads or by what shares the pass.
 
-mod attention;
-mod elementwise;
-mod linear;
-mod memory;
-mod mixer;
 mod ops;
 
-pub use memory::{CpuBuffer, CpuLayout, CpuWeight};
+mod attention;
+mod conv;
+mod delta;
+mod head;
+mod linear;
+mod query_key_value;
+mod rows;
+
+mod kernel;
+mod math;
+
+mod layout;
+mod memory;
+mod tiles;
+
+pub use layout::CpuLayout;
+pub use memory::{CpuBuffer, CpuWeight};
 pub use ops::CpuOps;

@@ -1,6 +1,6 @@
-//! Owns what the operations work on: FP32 buffers, weights in the dtype they are stored in, a prepared pass.
+//! Owns what the operations work on: FP32 buffers, and weights in the dtype they are stored in.
 
-use backend::{BackendError, DType, HostTensor, Pass, Projection, Result};
+use backend::{BackendError, DType, HostTensor, Projection, Result, Role};
 
 /// FP32 memory. Zeroed memory comes from the system untouched, so a large arena costs only what is used of it.
 #[derive(Debug)]
@@ -9,10 +9,10 @@ pub struct CpuBuffer {
 }
 
 impl CpuBuffer {
-    pub(crate) fn zeros(elements: usize) -> Result<Self> {
+    pub(crate) fn zeros(role: Role, elements: usize) -> Result<Self> {
         let mut data: Vec<f32> = Vec::new();
         data.try_reserve_exact(elements).map_err(|error| BackendError::Memory {
-            what: "a buffer".to_owned(),
+            what: format!("{role:?} values"),
             bytes: elements.saturating_mul(4),
             reason: error.to_string(),
         })?;
@@ -20,19 +20,34 @@ impl CpuBuffer {
         Ok(Self { data: vec![0.0; elements] })
     }
 
-    /// The first `elements`, or a contract error naming the operation.
-    pub(crate) fn get(&self, operation: &'static str, elements: usize) -> Result<&[f32]> {
-        self.data.get(..elements).ok_or_else(|| short(operation, elements, self.data.len()))
+    /// The matrix of this shape at the buffer's start, or a contract error naming the operation.
+    pub(crate) fn get(&self, operation: &'static str, shape: [usize; 2]) -> Result<&[f32]> {
+        let found = self.data.len();
+        self.data.get(..elements(shape)).ok_or_else(|| short(operation, shape, found))
     }
 
-    pub(crate) fn get_mut(&mut self, operation: &'static str, elements: usize) -> Result<&mut [f32]> {
+    /// As [`Self::get`], to write.
+    pub(crate) fn get_mut(&mut self, operation: &'static str, shape: [usize; 2]) -> Result<&mut [f32]> {
         let found = self.data.len();
-        self.data.get_mut(..elements).ok_or_else(|| short(operation, elements, found))
+        self.data.get_mut(..elements(shape)).ok_or_else(|| short(operation, shape, found))
+    }
+
+    /// The whole buffer as a vector of `len`.
+    pub(crate) fn vector(&self, operation: &'static str, len: usize) -> Result<&[f32]> {
+        if self.data.len() == len {
+            return Ok(&self.data);
+        }
+        Err(contract(operation, format!("a parameter has {} elements, expected {len}", self.data.len())))
     }
 }
 
-fn short(operation: &'static str, expected: usize, found: usize) -> BackendError {
-    contract(operation, format!("a buffer has {found} elements, expected at least {expected}"))
+/// No buffer has as many elements as a product that overflows.
+fn elements([rows, width]: [usize; 2]) -> usize {
+    rows.saturating_mul(width)
+}
+
+fn short(operation: &'static str, [rows, width]: [usize; 2], found: usize) -> BackendError {
+    contract(operation, format!("a buffer has {found} elements, expected at least {rows} rows of {width}"))
 }
 
 pub(crate) fn contract(operation: &'static str, reason: impl Into<String>) -> BackendError {
@@ -75,6 +90,9 @@ impl CpuWeight {
             };
             if *input.get_or_insert(columns) != columns || columns == 0 {
                 return Err(contract(OP, format!("{columns} columns beside parts of {input:?}")));
+            }
+            if rows == 0 {
+                return Err(contract(OP, "a part without rows"));
             }
             if tensor.data.len() != rows * columns * tensor.dtype.size() {
                 return Err(contract(OP, format!("{} bytes for {:?}", tensor.data.len(), tensor.shape)));
@@ -125,37 +143,5 @@ pub(crate) fn widen_bytes(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 *value = f32::from_le_bytes(*four);
             }
         }
-    }
-}
-
-/// A pass with its rotary tables.
-#[derive(Debug)]
-pub struct CpuLayout {
-    pub(crate) pass: Pass,
-    /// Per row: cosines, then sines, `rotary_dim / 2` each.
-    pub(crate) rotary: Vec<f32>,
-    /// Per row: its row in the key arena.
-    pub(crate) key_rows: Vec<usize>,
-}
-
-impl CpuLayout {
-    pub(crate) fn new(pass: &Pass, inv_freq: &[f32]) -> Self {
-        let half = inv_freq.len();
-        let mut rotary = vec![0.0; pass.rows() * 2 * half];
-        let mut key_rows = vec![0; pass.rows()];
-        for segment in &pass.segments {
-            let own = segment.keys.last().map_or(0, |range| range.row);
-            for (offset, row) in segment.rows.clone().enumerate() {
-                let position = (segment.position + offset) as f32;
-                let table = &mut rotary[row * 2 * half..(row + 1) * 2 * half];
-                for (j, frequency) in inv_freq.iter().enumerate() {
-                    let angle = position * frequency;
-                    table[j] = angle.cos();
-                    table[half + j] = angle.sin();
-                }
-                key_rows[row] = own + offset;
-            }
-        }
-        Self { pass: pass.clone(), rotary, key_rows }
     }
 }

@@ -1,38 +1,45 @@
-//! Owns the implementation of `backend::Ops`: checks every operand's size, then runs the operation's body in its pool.
+//! Owns the implementation of `backend::Ops`: checks every operand against the contract, then runs the operation's body in
+//! this backend's pool of threads. Past the checks a body trusts its operands.
 
-use backend::{Attention, DeltaNet, HostTensor, Ops, Pass, Projection, Result, Role};
+use std::sync::{Mutex, PoisonError};
+
+use backend::{Attention, BackendError, DeltaNet, HostTensor, Ops, Pass, Projection, Result, Role};
 use rayon::ThreadPool;
-use rayon::prelude::*;
 
-use crate::attention::{self, Projections};
-use crate::memory::{CpuBuffer, CpuLayout, CpuWeight, contract, widen, widen_bytes};
-use crate::{elementwise, linear, mixer};
+use crate::layout::CpuLayout;
+use crate::memory::{CpuBuffer, CpuWeight, contract, widen};
+use crate::{attention, conv, delta, head, linear, query_key_value, rows};
 
 /// The operations on this machine's cores.
 #[derive(Debug)]
 pub struct CpuOps {
     pool: ThreadPool,
+    /// The turned rows of a product, kept from one to the next: at most 512 rows of the widest input.
+    turned: Mutex<Vec<f32>>,
 }
 
 impl CpuOps {
     /// A backend with its own pool of threads; 0 means one per core.
     ///
     /// # Errors
-    /// [`backend::BackendError::Device`] when the system gives no threads.
+    /// [`BackendError::Device`] when the system gives no threads.
     pub fn new(threads: usize) -> Result<Self> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|index| format!("cpu-ops-{index}"))
             .build()
-            .map_err(|error| {
-                backend::BackendError::Device(format!("cannot start {threads} threads: {error}"))
-            })?;
-        Ok(Self { pool })
+            .map_err(|error| BackendError::Device(format!("cannot start {threads} threads: {error}")))?;
+        Ok(Self { pool, turned: Mutex::default() })
     }
 
     /// Threads in use.
     pub fn threads(&self) -> usize {
         self.pool.current_num_threads()
+    }
+
+    /// Runs a body in the pool.
+    fn run<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
+        self.pool.install(body)
     }
 }
 
@@ -45,8 +52,8 @@ impl Ops for CpuOps {
         format!("cpu, {} threads, profile exact (fp32)", self.threads())
     }
 
-    fn zeros(&self, _role: Role, elements: usize) -> Result<CpuBuffer> {
-        CpuBuffer::zeros(elements)
+    fn zeros(&self, role: Role, elements: usize) -> Result<CpuBuffer> {
+        CpuBuffer::zeros(role, elements)
     }
 
     fn parameter(&self, tensor: &HostTensor) -> Result<CpuBuffer> {
@@ -58,25 +65,16 @@ impl Ops for CpuOps {
     }
 
     fn read(&self, buffer: &CpuBuffer, elements: usize) -> Result<Vec<f32>> {
-        buffer.get("read", elements).map(<[f32]>::to_vec)
+        buffer.get("read", [1, elements]).map(<[f32]>::to_vec)
     }
 
     fn layout(&self, pass: &Pass, inv_freq: &[f32]) -> Result<CpuLayout> {
-        Ok(CpuLayout::new(pass, inv_freq))
+        CpuLayout::new(pass, inv_freq)
     }
 
     fn embed(&self, table: &CpuWeight, layout: &CpuLayout, out: &mut CpuBuffer) -> Result<()> {
-        let [part] = &table.parts[..] else { return Err(contract("embed", "a table has one part")) };
-        let (width, element) = (table.input, part.tensor.dtype.size());
-        let out = out.get_mut("embed", layout.pass.rows() * width)?;
-        for (token, out) in layout.pass.tokens.iter().zip(out.chunks_exact_mut(width)) {
-            let start = *token as usize * width * element;
-            let Some(bytes) = part.tensor.data.get(start..start + width * element) else {
-                return Err(contract("embed", format!("token {token} of a vocabulary of {}", table.output)));
-            };
-            widen_bytes(part.tensor.dtype, bytes, out);
-        }
-        Ok(())
+        let out = out.get_mut("embed", [layout.rows(), table.input])?;
+        self.run(|| rows::embed(table, layout, out))
     }
 
     fn rms_norm(
@@ -87,12 +85,11 @@ impl Ops for CpuOps {
         rows: usize,
         out: &mut CpuBuffer,
     ) -> Result<()> {
-        let width = weight.data.len();
-        let x = x.get("rms_norm", rows * width)?;
-        let out = out.get_mut("rms_norm", rows * width)?;
-        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-            pulp::Arch::new().dispatch(|| elementwise::rms_norm(x, &weight.data, eps, out));
-        }
+        const OP: &str = "rms_norm";
+        let shape = [rows, weight.data.len()];
+        positive(OP, &[("weight", shape[1])])?;
+        let (x, out) = (x.get(OP, shape)?, out.get_mut(OP, shape)?);
+        self.run(|| rows::norm(x, &weight.data, eps, out));
         Ok(())
     }
 
@@ -105,29 +102,29 @@ impl Ops for CpuOps {
         rows: usize,
         out: &mut CpuBuffer,
     ) -> Result<()> {
-        let width = weight.data.len();
-        let delta = delta.get("add_rms_norm", rows * width)?;
-        for (residual, delta) in residual.get_mut("add_rms_norm", rows * width)?.iter_mut().zip(delta) {
-            *residual += delta;
-        }
-        self.rms_norm(residual, weight, eps, rows, out)
+        const OP: &str = "add_rms_norm";
+        let shape = [rows, weight.data.len()];
+        positive(OP, &[("weight", shape[1])])?;
+        let (residual, delta) = (residual.get_mut(OP, shape)?, delta.get(OP, shape)?);
+        let out = out.get_mut(OP, shape)?;
+        self.run(|| rows::add_norm(residual, delta, &weight.data, eps, out));
+        Ok(())
     }
 
     fn linear(&self, x: &CpuBuffer, weight: &CpuWeight, rows: usize, out: &mut CpuBuffer) -> Result<()> {
-        self.pool.install(|| linear::linear(&x.data, weight, rows, &mut out.data))
+        const OP: &str = "linear";
+        let (x, out) = (x.get(OP, [rows, weight.input])?, out.get_mut(OP, [rows, weight.output])?);
+        let turned = &mut *self.turned.lock().unwrap_or_else(PoisonError::into_inner);
+        self.run(|| linear::linear(x, weight, out, turned));
+        Ok(())
     }
 
     fn swiglu(&self, gate_up: &CpuBuffer, inner: usize, rows: usize, out: &mut CpuBuffer) -> Result<()> {
-        let gate_up = gate_up.get("swiglu", rows * 2 * inner)?;
-        let out = out.get_mut("swiglu", rows * inner)?;
-        self.pool.install(|| {
-            out.par_chunks_mut(inner).zip(gate_up.par_chunks(2 * inner)).for_each(|(out, gate_up)| {
-                let (gate, up) = gate_up.split_at(inner);
-                for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                    *out = elementwise::silu(*gate) * up;
-                }
-            });
-        });
+        const OP: &str = "swiglu";
+        positive(OP, &[("inner", inner)])?;
+        let gate_up = gate_up.get(OP, [rows, inner.saturating_mul(2)])?;
+        let out = out.get_mut(OP, [rows, inner])?;
+        self.run(|| rows::swiglu(gate_up, inner, out));
         Ok(())
     }
 
@@ -141,12 +138,14 @@ impl Ops for CpuOps {
         out: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "conv_silu";
-        let rows = layout.pass.rows();
-        let projected = projected.get(OP, rows * shape.projected_width())?;
-        let weight = weight.get(OP, shape.conv_dim() * shape.kernel)?;
-        let tails = tails.get_mut(OP, slots(layout) * (shape.kernel - 1) * shape.conv_dim())?;
-        let out = out.get_mut(OP, rows * shape.conv_dim())?;
-        self.pool.install(|| mixer::conv_silu(projected, weight, shape, layout, tails, out))
+        delta_net(OP, shape)?;
+        let (rows, channels) = (layout.rows(), shape.conv_dim());
+        let projected = projected.get(OP, [rows, shape.projected_width()])?;
+        let weight = weight.vector(OP, channels * shape.kernel)?;
+        let tails = tails.get_mut(OP, [layout.slots, (shape.kernel - 1) * channels])?;
+        let out = out.get_mut(OP, [rows, channels])?;
+        self.run(|| conv::conv_silu(projected, weight, shape, layout, tails, out));
+        Ok(())
     }
 
     fn delta_gates(
@@ -159,16 +158,12 @@ impl Ops for CpuOps {
         gates: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "delta_gates";
-        let projected = projected.get(OP, rows * shape.projected_width())?;
-        let a_log = a_log.get(OP, shape.value_heads)?;
-        let dt_bias = dt_bias.get(OP, shape.value_heads)?;
-        mixer::delta_gates(
-            projected,
-            a_log,
-            dt_bias,
-            shape,
-            gates.get_mut(OP, rows * 2 * shape.value_heads)?,
-        );
+        delta_net(OP, shape)?;
+        let projected = projected.get(OP, [rows, shape.projected_width()])?;
+        let a_log = a_log.vector(OP, shape.value_heads)?;
+        let dt_bias = dt_bias.vector(OP, shape.value_heads)?;
+        let gates = gates.get_mut(OP, [rows, 2 * shape.value_heads])?;
+        self.run(|| delta::gates(projected, a_log, dt_bias, shape, gates));
         Ok(())
     }
 
@@ -182,13 +177,15 @@ impl Ops for CpuOps {
         out: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "delta_rule";
-        let rows = layout.pass.rows();
-        let qkv = qkv.get(OP, rows * shape.conv_dim())?;
-        let gates = gates.get(OP, rows * 2 * shape.value_heads)?;
-        let states =
-            states.get_mut(OP, slots(layout) * shape.value_heads * shape.key_dim * shape.value_dim)?;
-        let out = out.get_mut(OP, rows * shape.value_width())?;
-        self.pool.install(|| mixer::delta_rule(qkv, gates, shape, layout, states, out))
+        delta_net(OP, shape)?;
+        let rows = layout.rows();
+        let qkv = qkv.get(OP, [rows, shape.conv_dim()])?;
+        let gates = gates.get(OP, [rows, 2 * shape.value_heads])?;
+        let state = shape.value_heads * shape.key_dim * shape.value_dim;
+        let states = states.get_mut(OP, [layout.slots, state])?;
+        let out = out.get_mut(OP, [rows, shape.value_width()])?;
+        self.run(|| delta::rule(qkv, gates, shape, layout, states, out));
+        Ok(())
     }
 
     fn gated_rms_norm(
@@ -201,9 +198,12 @@ impl Ops for CpuOps {
         rows: usize,
     ) -> Result<()> {
         const OP: &str = "gated_rms_norm";
-        let o = o.get_mut(OP, rows * shape.value_width())?;
-        let projected = projected.get(OP, rows * shape.projected_width())?;
-        self.pool.install(|| mixer::gated_rms_norm(o, projected, &weight.data, eps, shape))
+        delta_net(OP, shape)?;
+        let o = o.get_mut(OP, [rows, shape.value_width()])?;
+        let projected = projected.get(OP, [rows, shape.projected_width()])?;
+        let weight = weight.vector(OP, shape.value_dim)?;
+        self.run(|| delta::gated_rms_norm(o, projected, weight, eps, shape));
+        Ok(())
     }
 
     fn query_key_value(
@@ -219,18 +219,22 @@ impl Ops for CpuOps {
         values: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "query_key_value";
-        let rows = layout.pass.rows();
-        check_rotary(OP, shape, layout)?;
-        let arena = key_rows(layout) * shape.kv_heads * shape.head_dim;
-        let from = Projections {
-            projected: projected.get(OP, rows * shape.projected_width())?,
-            query_norm: query_norm.get(OP, shape.head_dim)?,
-            key_norm: key_norm.get(OP, shape.head_dim)?,
+        heads(OP, shape)?;
+        let rows = layout.rows();
+        if layout.rotary_dim != shape.rotary_dim {
+            let reason = format!("tables rotate {} dimensions, not {}", layout.rotary_dim, shape.rotary_dim);
+            return Err(contract(OP, reason));
+        }
+        let arena = [layout.key_rows, shape.kv_heads * shape.head_dim];
+        let from = query_key_value::Projections {
+            projected: projected.get(OP, [rows, shape.projected_width()])?,
+            query_norm: query_norm.vector(OP, shape.head_dim)?,
+            key_norm: key_norm.vector(OP, shape.head_dim)?,
             eps,
         };
-        let query = query.get_mut(OP, rows * shape.heads * shape.head_dim)?;
+        let query = query.get_mut(OP, [rows, shape.heads * shape.head_dim])?;
         let (keys, values) = (keys.get_mut(OP, arena)?, values.get_mut(OP, arena)?);
-        self.pool.install(|| attention::query_key_value(&from, shape, layout, query, keys, values));
+        self.run(|| query_key_value::query_key_value(&from, shape, layout, query, keys, values));
         Ok(())
     }
 
@@ -245,13 +249,19 @@ impl Ops for CpuOps {
         out: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "attention";
-        let rows = layout.pass.rows();
-        let arena = key_rows(layout) * shape.kv_heads * shape.head_dim;
-        let query = query.get(OP, rows * shape.heads * shape.head_dim)?;
-        let projected = projected.get(OP, rows * shape.projected_width())?;
-        let (keys, values) = (keys.get(OP, arena)?, values.get(OP, arena)?);
-        let out = out.get_mut(OP, rows * shape.heads * shape.head_dim)?;
-        self.pool.install(|| attention::attention(query, projected, keys, values, shape, layout, out))
+        heads(OP, shape)?;
+        let rows = layout.rows();
+        let arena = [layout.key_rows, shape.kv_heads * shape.head_dim];
+        let operands = attention::Operands {
+            query: query.get(OP, [rows, shape.heads * shape.head_dim])?,
+            projected: projected.get(OP, [rows, shape.projected_width()])?,
+            keys: keys.get(OP, arena)?,
+            values: values.get(OP, arena)?,
+            shape,
+        };
+        let out = out.get_mut(OP, [rows, shape.heads * shape.head_dim])?;
+        self.run(|| attention::attention(&operands, layout, out));
+        Ok(())
     }
 
     fn gather_readouts(
@@ -262,17 +272,10 @@ impl Ops for CpuOps {
         out: &mut CpuBuffer,
     ) -> Result<()> {
         const OP: &str = "gather_readouts";
-        let x = x.get(OP, layout.pass.rows() * width)?;
-        let rows: Vec<usize> = layout
-            .pass
-            .readouts
-            .iter()
-            .flat_map(|readout| std::iter::once(readout.decide).chain(readout.options.iter().copied()))
-            .collect();
-        let out = out.get_mut(OP, rows.len() * width)?;
-        for (row, out) in rows.into_iter().zip(out.chunks_exact_mut(width)) {
-            out.copy_from_slice(&x[row * width..(row + 1) * width]);
-        }
+        positive(OP, &[("width", width)])?;
+        let x = x.get(OP, [layout.rows(), width])?;
+        let out = out.get_mut(OP, [layout.readout_rows().count(), width])?;
+        rows::gather(x, width, layout, out);
         Ok(())
     }
 
@@ -288,56 +291,67 @@ impl Ops for CpuOps {
         layout: &CpuLayout,
     ) -> Result<Vec<f32>> {
         const OP: &str = "pointer_head";
-        if [query_weight, key_weight].iter().any(|weight| weight.input != hidden || weight.output != head_dim)
-        {
-            return Err(contract(OP, format!("weights are not [{head_dim}, {hidden}]")));
-        }
-        let rows: usize = layout.pass.readouts.iter().map(|readout| 1 + readout.options.len()).sum();
-        let h = h.get(OP, rows * hidden)?;
-        let (mut queries, mut keys) = (vec![0.0; rows * head_dim], vec![0.0; rows * head_dim]);
-        self.pool.install(|| {
-            linear::linear(h, query_weight, rows, &mut queries)?;
-            linear::linear(h, key_weight, rows, &mut keys)
-        })?;
-        for (values, bias) in [(&mut queries, query_bias), (&mut keys, key_bias)] {
-            let bias = bias.get(OP, head_dim)?;
-            values
-                .chunks_exact_mut(head_dim)
-                .for_each(|row| row.iter_mut().zip(bias).for_each(|(x, b)| *x += b));
-        }
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        let mut logits = Vec::with_capacity(rows);
-        let mut row = 0;
-        for readout in &layout.pass.readouts {
-            let query = &queries[row * head_dim..(row + 1) * head_dim];
-            for option in 1..=readout.options.len() {
-                let key = &keys[(row + option) * head_dim..(row + option + 1) * head_dim];
-                logits.push(elementwise::dot(key, query) * scale);
+        for weight in [query_weight, key_weight] {
+            if [weight.output, weight.input] != [head_dim, hidden] {
+                let reason =
+                    format!("a weight is [{}, {}], not [{head_dim}, {hidden}]", weight.output, weight.input);
+                return Err(contract(OP, reason));
             }
-            row += 1 + readout.options.len();
         }
-        Ok(logits)
+        let h = h.get(OP, [layout.readout_rows().count(), hidden])?;
+        let query = head::Projected { weight: query_weight, bias: query_bias.vector(OP, head_dim)? };
+        let key = head::Projected { weight: key_weight, bias: key_bias.vector(OP, head_dim)? };
+        let turned = &mut *self.turned.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.run(|| head::logits(h, &query, &key, layout, turned)))
     }
 }
 
-/// Slots an arena must have for a pass.
-fn slots(layout: &CpuLayout) -> usize {
-    let named =
-        layout.pass.segments.iter().flat_map(|segment| segment.initial.into_iter().chain(segment.last));
-    named.max().map_or(0, |slot| slot + 1)
-}
+/// Largest dimension of a shape; products of four stay far from overflow.
+const MAX_DIMENSION: usize = 1 << 15;
 
-/// Key rows an arena must have for a pass.
-fn key_rows(layout: &CpuLayout) -> usize {
-    let ranges = layout.pass.segments.iter().flat_map(|segment| &segment.keys);
-    ranges.map(|range| range.row + range.len).max().unwrap_or(0)
-}
-
-fn check_rotary(operation: &'static str, shape: &Attention, layout: &CpuLayout) -> Result<()> {
-    let expected = layout.pass.rows() * shape.rotary_dim;
-    if layout.rotary.len() == expected && shape.rotary_dim <= shape.head_dim {
-        return Ok(());
+fn positive(operation: &'static str, dimensions: &[(&str, usize)]) -> Result<()> {
+    match dimensions.iter().find(|(_, value)| *value == 0) {
+        Some((name, _)) => Err(contract(operation, format!("{name} is 0"))),
+        None => Ok(()),
     }
-    let reason = format!("layout has {} rotary values, expected {expected}", layout.rotary.len());
-    Err(contract(operation, reason))
+}
+
+fn bounded(operation: &'static str, dimensions: &[(&str, usize)]) -> Result<()> {
+    positive(operation, dimensions)?;
+    match dimensions.iter().find(|(_, value)| *value > MAX_DIMENSION) {
+        Some((name, value)) => Err(contract(operation, format!("{name} is {value}, above {MAX_DIMENSION}"))),
+        None => Ok(()),
+    }
+}
+
+/// Checks the shape of a DeltaNet mixer.
+fn delta_net(operation: &'static str, shape: &DeltaNet) -> Result<()> {
+    let DeltaNet { key_heads, value_heads, key_dim, value_dim, kernel } = *shape;
+    let dimensions = [
+        ("key_heads", key_heads),
+        ("value_heads", value_heads),
+        ("key_dim", key_dim),
+        ("value_dim", value_dim),
+        ("kernel", kernel),
+    ];
+    bounded(operation, &dimensions)?;
+    if value_heads % key_heads != 0 {
+        let reason = format!("{value_heads} value heads are no multiple of {key_heads} key heads");
+        return Err(contract(operation, reason));
+    }
+    Ok(())
+}
+
+/// Checks the shape of a full-attention mixer.
+fn heads(operation: &'static str, shape: &Attention) -> Result<()> {
+    let Attention { heads, kv_heads, head_dim, rotary_dim } = *shape;
+    bounded(operation, &[("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)])?;
+    if heads % kv_heads != 0 {
+        let reason = format!("{heads} query heads are no multiple of {kv_heads} key heads");
+        return Err(contract(operation, reason));
+    }
+    if rotary_dim > head_dim || rotary_dim % 2 != 0 {
+        return Err(contract(operation, format!("rotates {rotary_dim} of {head_dim} dimensions")));
+    }
+    Ok(())
 }

@@ -110,7 +110,7 @@ impl Pass {
             if segment.keys.last().map(|range| range.len) != Some(segment.rows.len()) {
                 return fail(format!("segment {index}: its own keys are not one range"));
             }
-            if segment.keys.iter().any(|range| range.row + range.len > key_rows) {
+            if segment.keys.iter().any(|range| range.row.saturating_add(range.len) > key_rows) {
                 return fail(format!("segment {index} names key rows past {key_rows}"));
             }
         }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use processor::parse_request;
-use processor::pytext::{JsonStyle, answers, write_string};
+use server::Answered;
 
 use crate::Internal;
 use crate::engine::{EngineArguments, ProcessorArguments, execute, open, read_input};
@@ -32,14 +32,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let outcome = execute(&mut engine, std::slice::from_ref(&prepared.tree))?.remove(0);
     let finished =
         processor.finish(&prepared.context, &outcome.logits).map_err(|error| Internal(error.to_string()))?;
-    let mut text = String::from("{\"model\":");
-    write_string(&mut text, &prepared.context.model, JsonStyle::Compact);
-    let usage = finished.usage;
-    println!(
-        "{text},\"answers\":{},\"usage\":{{\"input_tokens\":{},\"output_tokens\":{}}}}}",
-        answers(&finished.answers, JsonStyle::Compact),
-        usage.input_tokens,
-        usage.output_tokens
-    );
+    let answered = Answered {
+        model: &prepared.context.model,
+        answers: &finished.answers,
+        usage: finished.usage,
+        cached_tokens: None,
+        state_tokens: processor.options().truncate_states.then_some(prepared.context.state_tokens),
+        latency: None,
+    };
+    println!("{}", answered.text());
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use scheduler::{Scheduler, SchedulerOptions};
-use server::{ModelCard, ServerOptions, Service};
+use server::{ApiKey, ModelCard, ServerOptions, Service};
 
 use crate::Internal;
 use crate::engine::{EngineArguments, ProcessorArguments, open};
@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
     /// Their tokens at most
     #[arg(long, env = "OMNI_KEV_QUEUE_TOKENS", default_value_t = 1 << 20)]
     queue_tokens: usize,
-    /// Time until a request must be dispatched, in milliseconds
+    /// Time from a request's headers to its answer, in milliseconds
     #[arg(long, env = "OMNI_KEV_DEADLINE_MS", default_value_t = 10_000)]
     deadline_ms: u64,
     /// Longest body, in bytes
@@ -56,21 +56,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let service = Service {
         processor,
         scheduler: Scheduler::start(engine, limits).context("cannot start the executor")?,
-        card: ModelCard {
-            description: format!(
-                "{} on {}, profile {}, not qualified",
-                export.manifest.profile,
-                arguments.engine.backend(),
-                arguments.engine.profile()
-            ),
-            release_date: "2026-12-01T00:00:00.000000Z".to_owned(),
-        },
+        models: ["kev-latest", "jev-latest"]
+            .map(|name| ModelCard {
+                name: name.to_owned(),
+                description: format!(
+                    "{} on {}, profile {}, not qualified",
+                    export.manifest.profile,
+                    arguments.engine.backend(),
+                    arguments.engine.profile()
+                ),
+                release_date: "2026-12-01T00:00:00.000000Z".to_owned(),
+                ..ModelCard::default()
+            })
+            .to_vec(),
     };
     let options = ServerOptions {
         max_body_bytes: arguments.max_body_bytes,
         deadline: Duration::from_millis(arguments.deadline_ms),
         api_key,
-        prepare_threads: std::thread::available_parallelism().map_or(1, usize::from),
+        ..ServerOptions::default()
     };
     let runtime = tokio::runtime::Runtime::new().context("cannot start the runtime")?;
     runtime.block_on(async {
@@ -83,11 +87,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     })
 }
 
-fn read_key(path: &PathBuf) -> Result<String> {
+fn read_key(path: &PathBuf) -> Result<ApiKey> {
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let key = text.lines().next().unwrap_or("").trim().to_owned();
     anyhow::ensure!(!key.is_empty(), "{}: the first line is empty, expected an API key", path.display());
-    Ok(key)
+    Ok(ApiKey::new(&key))
 }
 
 /// SIGINT or SIGTERM.

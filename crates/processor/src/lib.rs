@@ -10,4 +10,6 @@ mod request;
 
 pub use finish::{FinishError, Finished, answers, softmax};
 pub use prepare::{Prepared, Processor, ProcessorOptions, QuestionTexts, ResponseContext, Texts};
-pub use request::{DEFAULT_MODEL, PathItem, RequestError, Violation, parse_request};
+pub use request::{
+    DEFAULT_MODEL, PathItem, RequestError, Violation, parse_json, parse_request, validate_request,
+};

@@ -93,6 +93,14 @@ impl From<&str> for PathItem {
 /// # Errors
 /// [`RequestError::NotJson`], [`RequestError::Unparsable`] or [`RequestError::Violations`].
 pub fn parse_request(body: &[u8]) -> Result<DecisionRequest, RequestError> {
+    validate_request(parse_json(body)?)
+}
+
+/// Reads a body as JSON, whatever it means.
+///
+/// # Errors
+/// [`RequestError::NotJson`] or [`RequestError::Unparsable`]; [`RequestError::Violations`] for no body at all.
+pub fn parse_json(body: &[u8]) -> Result<Json, RequestError> {
     if body.is_empty() {
         return Err(RequestError::Violations(vec![violation(
             "missing",
@@ -101,18 +109,17 @@ pub fn parse_request(body: &[u8]) -> Result<DecisionRequest, RequestError> {
             Some(&Json::Null),
         )]));
     }
-    let json = decision::parse::parse(body).map_err(|error| match error {
+    decision::parse::parse(body).map_err(|error| match error {
         JsonError::Syntax { message, position } => RequestError::NotJson { message, position },
         other => RequestError::Unparsable(other),
-    })?;
-    validate(json)
+    })
 }
 
 /// Validates a JSON value as a request.
 ///
 /// # Errors
 /// [`RequestError::Violations`] with at most 32 of them.
-fn validate(json: Json) -> Result<DecisionRequest, RequestError> {
+pub fn validate_request(json: Json) -> Result<DecisionRequest, RequestError> {
     let mut found = Found(Vec::new());
     let Json::Object(mut fields) = json else {
         found.add(

@@ -1,7 +1,25 @@
-//! Owns HTTP: routes, headers, bodies, and the one table from errors to status. Knows no device and no tokenizer.
+//! Owns HTTP: connections, routes, limits, the wire schema, and the one table from error to status and body. Everything a
+//! request means is the processor's, everything about waiting is the scheduler's; no other crate knows HTTP.
+//!
+//! Read a request in this order: [`serve`] accepts a connection, `routes` finds the handler, `decide` is the one path of
+//! every request that is answered by the model, `body` and `wire` turn bytes into requests and answers into bytes.
 
+mod auth;
 mod body;
+mod decide;
 mod error;
+mod observe;
+mod openapi;
+mod permute;
+mod pool;
 mod routes;
+mod serve;
+mod service;
+mod socket;
+mod wire;
 
-pub use routes::{ModelCard, ServerOptions, Service, serve};
+pub use auth::ApiKey;
+pub use openapi::openapi;
+pub use serve::{ServeError, serve};
+pub use service::{Cors, ServerOptions, Service};
+pub use wire::{Answered, ModelCard};

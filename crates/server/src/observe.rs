@@ -1,0 +1,118 @@
+//! Owns what every response carries whatever happened: the request id and the timing.
+
+use std::convert::Infallible;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::response::Response;
+use tower::ServiceExt;
+
+/// The header that names a request.
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-typesafe-request-id");
+/// The header that says where the time went.
+pub(crate) const SERVER_TIMING: HeaderName = HeaderName::from_static("server-timing");
+
+/// Longest request id echoed.
+const MAX_ID: usize = 128;
+
+/// When the headers of a request had been read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival(pub(crate) Instant);
+
+/// Where the time of an answered request went.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stages {
+    pub(crate) queue: Duration,
+    pub(crate) prepare: Duration,
+    pub(crate) model: Duration,
+    pub(crate) finish: Duration,
+}
+
+/// Answers a request and marks the response.
+pub(crate) async fn respond(router: Router, mut request: Request<Body>) -> Result<Response, Infallible> {
+    let arrival = Instant::now();
+    request.extensions_mut().insert(Arrival(arrival));
+    let id = request_id(request.headers());
+    let mut response = router.oneshot(request).await?;
+    let stages = response.extensions_mut().remove::<Stages>();
+    let headers = response.headers_mut();
+    headers.insert(REQUEST_ID, id);
+    if let Ok(timing) = timing(arrival.elapsed(), stages).try_into() {
+        headers.insert(SERVER_TIMING, timing);
+    }
+    Ok(response)
+}
+
+/// The caller's own id if it is short and printable, else a new one.
+fn request_id(headers: &HeaderMap) -> HeaderValue {
+    let sane = |value: &&HeaderValue| {
+        (1..=MAX_ID).contains(&value.len()) && value.as_bytes().iter().all(u8::is_ascii_graphic)
+    };
+    headers.get(REQUEST_ID).filter(sane).cloned().unwrap_or_else(new_id)
+}
+
+/// A new id: unique, not secret.
+pub(crate) fn new_id() -> HeaderValue {
+    static KEYS: OnceLock<(RandomState, RandomState)> = OnceLock::new();
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let (high, low) = KEYS.get_or_init(|| (RandomState::new(), RandomState::new()));
+    let half = |keys: &RandomState| {
+        let mut hasher = keys.build_hasher();
+        hasher.write_u64(number);
+        hasher.finish()
+    };
+    let id = format!("req_{:016x}{:016x}", half(high), half(low));
+    HeaderValue::try_from(id).unwrap_or_else(|_| HeaderValue::from_static("req_0"))
+}
+
+/// `app` is the time inside the process from the headers on, in milliseconds; the stages are within it.
+fn timing(app: Duration, stages: Option<Stages>) -> String {
+    let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+    let mut text = format!("app;dur={:.1}", ms(app));
+    if let Some(Stages { queue, prepare, model, finish }) = stages {
+        for (name, time) in [("queue", queue), ("prepare", prepare), ("model", model), ("finish", finish)] {
+            text.push_str(&format!(", {name};dur={:.3}", ms(time)));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sane_ids_are_echoed_and_others_replaced() {
+        let echo = |value: &[u8]| {
+            let mut headers = HeaderMap::new();
+            headers.insert(REQUEST_ID, HeaderValue::from_bytes(value).unwrap());
+            request_id(&headers).as_bytes() == value
+        };
+        assert!(echo(b"req_1"));
+        assert!(echo(&[b'a'; MAX_ID]));
+        for bad in [&b""[..], b"a b", "\u{e9}".as_bytes(), &[b'a'; MAX_ID + 1]] {
+            assert!(!echo(bad), "{bad:?}");
+        }
+        let (one, two) = (new_id(), new_id());
+        assert_ne!(one, two);
+        assert!(one.len() == 36 && one.to_str().unwrap().starts_with("req_"));
+    }
+
+    #[test]
+    fn timing_begins_with_the_whole() {
+        let part = Duration::from_micros(1250);
+        let stages = Stages { queue: part, prepare: part, model: part * 2, finish: part };
+        assert_eq!(timing(Duration::from_micros(12_340), None), "app;dur=12.3");
+        assert_eq!(
+            timing(part * 6, Some(stages)),
+            "app;dur=7.5, queue;dur=1.250, prepare;dur=1.250, model;dur=2.500, finish;dur=1.250"
+        );
+    }
+}

@@ -1,0 +1,179 @@
+//! Owns connections: accepting them, how many, how long they may be silent, and how they end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use scheduler::DrainTimeout;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use crate::body::{LingerLimits, Lingering};
+use crate::error::ApiError;
+use crate::observe;
+use crate::routes;
+use crate::service::{App, ServerOptions, Service};
+use crate::socket::{Activity, Patient, Working};
+
+/// Longest request line and headers.
+const MAX_HEAD_BYTES: usize = 64 << 10;
+/// Connections over the limit that are told so at once; more are closed without a word.
+const MAX_REFUSALS: usize = 64;
+/// How long an unread body is read on, so that its sender sees the answer.
+const LINGER: Duration = Duration::from_secs(5);
+/// How long to wait when the system has no socket left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Why a server ended other than by finishing everything after its signal.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// A fixed body could not be made.
+    #[error("cannot write the model list or the description: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Connections were still busy when the time to drain was over.
+    #[error("{left} connections were still busy when the time to finish them was over")]
+    Connections {
+        /// Connections cut off.
+        left: usize,
+    },
+    /// Requests were still inside when the time to drain was over.
+    #[error(transparent)]
+    Requests(#[from] DrainTimeout),
+}
+
+/// Serves until `shutdown` completes, then finishes what is in work: no new connection, no new request on an old one, and
+/// every request in work gets its answer. Ends the scheduler.
+///
+/// # Errors
+/// [`ServeError`] when something could not be finished in time.
+pub async fn serve(
+    listener: TcpListener,
+    service: Service,
+    options: ServerOptions,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let app = App::new(service, options)?;
+    let router = routes::router(&app);
+    let (stop, stopping) = watch::channel(());
+    let mut connections = JoinSet::new();
+    let mut refusals = JoinSet::new();
+    tokio::pin!(shutdown);
+    loop {
+        let accepted = tokio::select! {
+            () = &mut shutdown => break,
+            Some(_) = connections.join_next() => continue,
+            Some(_) = refusals.join_next() => continue,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((stream, _)) if connections.len() < app.options.max_connections => {
+                connections.spawn(connection(stream, Arc::clone(&app), router.clone(), stopping.clone()));
+            }
+            Ok((stream, _)) if refusals.len() < MAX_REFUSALS => {
+                refusals.spawn(refuse(stream));
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    drop(stopping);
+    // Nobody listening means that no connection is left.
+    let _ = stop.send(());
+    drain(app, connections).await
+}
+
+/// Waits for connections, then for the scheduler, within one time limit.
+async fn drain(app: Arc<App>, mut connections: JoinSet<()>) -> Result<(), ServeError> {
+    let end = Instant::now() + app.options.drain_timeout;
+    let finished = timeout_at(end, async { while connections.join_next().await.is_some() {} }).await;
+    let left = connections.len();
+    // Cuts off whoever is left; their requests leave the scheduler.
+    connections.shutdown().await;
+    let rest = end.saturating_duration_since(Instant::now());
+    let drained = tokio::task::spawn_blocking(move || app.service.scheduler.drain(rest)).await;
+    if finished.is_err() {
+        return Err(ServeError::Connections { left });
+    }
+    // Draining does not panic; if it did, nothing is left to finish.
+    drained.unwrap_or(Ok(()))?;
+    Ok(())
+}
+
+async fn connection(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
+    // Answers are one write each: waiting to fill a packet only delays them.
+    let _ = stream.set_nodelay(true);
+    let options = &app.options;
+    let activity = Arc::new(Activity::default());
+    let stream = Patient::new(stream, Arc::clone(&activity), options.head_timeout, options.write_timeout);
+    let linger = LingerLimits { bytes: options.max_body_bytes.saturating_mul(8), time: LINGER };
+    let service = service_fn(move |request: Request<Incoming>| {
+        let working = Working::begin(&activity);
+        let (parts, incoming) = request.into_parts();
+        let body = Body::new(Lingering::new(incoming, &parts.headers, linger, working.clone()));
+        let answer = observe::respond(router.clone(), Request::from_parts(parts, body));
+        async move {
+            let answer = answer.await;
+            drop(working);
+            answer
+        }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        // Counts from the end of the last request, so it is what bounds silence between requests.
+        .header_read_timeout(options.idle_timeout)
+        .max_header_size(MAX_HEAD_BYTES)
+        .max_buf_size(2 * MAX_HEAD_BYTES)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        _ = stopping.changed() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        // Clients leave, stall and send nonsense: nothing an operator must act on.
+        tracing::debug!(%error, "a connection ended early");
+    }
+}
+
+/// Tells a connection over the limit to come back, without reading its request.
+async fn refuse(mut stream: TcpStream) {
+    let body = ApiError::Connections.body();
+    let id = observe::new_id();
+    let head = format!(
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+         retry-after: 1\r\nretry-after-ms: 1000\r\nx-typesafe-request-id: {}\r\nconnection: close\r\n\r\n",
+        body.len(),
+        id.to_str().unwrap_or_default(),
+    );
+    let told = async {
+        stream.write_all(head.as_bytes()).await?;
+        stream.write_all(body.as_bytes()).await?;
+        stream.shutdown().await?;
+        // Closing with unread bytes would reset the connection before the answer is seen.
+        let mut unread = [0; 4096];
+        for _ in 0..64 {
+            if stream.read(&mut unread).await? == 0 {
+                break;
+            }
+        }
+        std::io::Result::Ok(())
+    };
+    // Whoever does not even read this is closed all the same.
+    let _ = timeout(Duration::from_secs(1), told).await;
+}

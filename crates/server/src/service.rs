@@ -1,0 +1,120 @@
+//! Owns what a server is made of and how it may be set up.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::HeaderValue;
+use processor::Processor;
+use scheduler::Scheduler;
+use tokio::sync::Semaphore;
+
+use crate::auth::ApiKey;
+use crate::openapi;
+use crate::pool::Pool;
+use crate::wire::ModelCard;
+
+/// What answers requests.
+#[derive(Debug)]
+pub struct Service {
+    /// Prepares requests and finishes answers.
+    pub processor: Processor,
+    /// Admits and runs them.
+    pub scheduler: Scheduler,
+    /// What `GET /v1/models` lists. Clients expect `kev-latest` and `jev-latest` among the names.
+    pub models: Vec<ModelCard>,
+}
+
+/// Which web pages may read answers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Cors {
+    /// Pages of any origin, as the reference service allows.
+    #[default]
+    Any,
+    /// Pages of these origins.
+    Origins(Vec<HeaderValue>),
+    /// None: no CORS header is ever sent.
+    Off,
+}
+
+/// Limits and switches of a server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// The key that every path under `/v1` asks for; `None` accepts and ignores any.
+    pub api_key: Option<ApiKey>,
+    /// Which web pages may read answers.
+    pub cors: Cors,
+    /// Longest body in bytes, before and after decompression.
+    pub max_body_bytes: usize,
+    /// Bytes of all bodies held at once.
+    pub body_memory_bytes: usize,
+    /// From a request's headers to its answer.
+    pub deadline: Duration,
+    /// How long a connection may be silent between requests. Clients reuse connections that were idle for 30 s.
+    pub idle_timeout: Duration,
+    /// From the first byte of a request to the end of its headers.
+    pub head_timeout: Duration,
+    /// How long a client may leave an answer unread.
+    pub write_timeout: Duration,
+    /// Connections at once; one more is told so and closed.
+    pub max_connections: usize,
+    /// How long requests may take to finish after the shutdown signal.
+    pub drain_timeout: Duration,
+    /// Threads that validate and tokenise; 0 means one per core.
+    pub prepare_threads: usize,
+    /// Adds `latency_ms` to answers, as the reference service does.
+    pub kev_latency_ms: bool,
+    /// Adds `usage.input_tokens_details.cached_tokens` to answers.
+    pub cached_token_details: bool,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            api_key: None,
+            cors: Cors::default(),
+            max_body_bytes: 16 << 20,
+            body_memory_bytes: 256 << 20,
+            deadline: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(75),
+            head_timeout: Duration::from_secs(15),
+            write_timeout: Duration::from_secs(30),
+            max_connections: 4096,
+            drain_timeout: Duration::from_secs(30),
+            prepare_threads: 0,
+            kev_latency_ms: false,
+            cached_token_details: false,
+        }
+    }
+}
+
+/// What every handler shares.
+pub(crate) struct App {
+    pub(crate) service: Service,
+    pub(crate) options: ServerOptions,
+    pub(crate) pool: Pool,
+    /// One permit per byte of a body held.
+    pub(crate) body_memory: Arc<Semaphore>,
+    pub(crate) models: Bytes,
+    pub(crate) openapi: Bytes,
+}
+
+impl App {
+    pub(crate) fn new(service: Service, options: ServerOptions) -> Result<Arc<Self>, serde_json::Error> {
+        let models = crate::wire::models(&service.models)?.into();
+        let openapi = openapi::openapi(options.api_key.is_some())?.into();
+        let threads = match options.prepare_threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        };
+        let memory = options.body_memory_bytes.min(Semaphore::MAX_PERMITS);
+        Ok(Arc::new(Self {
+            service,
+            options,
+            pool: Pool::new(threads),
+            body_memory: Arc::new(Semaphore::new(memory)),
+            models,
+            openapi,
+        }))
+    }
+}
