@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use crate::adapter::{Adapter, as_f32_tensor, read_json};
 use crate::base::Base;
 use crate::error::{ArtifactError, Result};
 use crate::manifest::{
-    CUSTOM, ExporterRecord, FORMAT, FileRecord, LoraRecord, MANIFEST, Manifest, MergeRecord, Pins, Source,
-    VERSION,
+    CUSTOM, ExporterRecord, FORMAT, FileRecord, LoraRecord, MANIFEST, Manifest, MergeRecord, Pins, SEAL,
+    Source, VERSION,
 };
 use crate::merge::merge;
 use crate::progress::Progress;
+use crate::shards::{Planned, header, shards};
 use crate::staging::Staging;
 use crate::tokenizer::{PreTokenizer, Tokenizer};
 use crate::weights::{Tensor, TensorType};
@@ -26,8 +28,6 @@ pub const INDEX: &str = "model.safetensors.index.json";
 pub const HEAD: &str = "head.safetensors";
 /// Tokenizer files that an export carries.
 pub const TOKENIZER_FILES: [&str; 2] = ["tokenizer.json", "tokenizer_config.json"];
-/// Shards stay below this so that several can be hashed at once.
-const SHARD_BYTES: u64 = 1 << 30;
 /// Bytes written at a time from a mapped tensor.
 const CHUNK: usize = 8 << 20;
 
@@ -65,9 +65,17 @@ struct Pending<'a> {
     make: Box<dyn Fn() -> Result<bytes::Bytes> + 'a>,
 }
 
-impl Pending<'_> {
-    fn bytes(&self) -> u64 {
-        (self.shape.iter().product::<usize>() * self.dtype.size()) as u64
+impl Planned for Pending<'_> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn dtype(&self) -> TensorType {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
     }
 }
 
@@ -89,11 +97,11 @@ pub fn export(options: &ExportOptions, progress: &dyn Progress) -> Result<Export
     let staging = Staging::begin(&options.out)?;
     let merged = merged_tensors(&base, &adapter);
     let companion = if options.exact_companion { companion_tensors(&base, &adapter) } else { Vec::new() };
-    progress.begin("export", merged.iter().chain(&companion).map(Pending::bytes).sum());
+    progress.begin("export", merged.iter().chain(&companion).map(Planned::bytes).sum());
     let mut files = BTreeMap::new();
     let map = write_shards(&staging, "model", &merged, &mut files, progress)?;
     write_shards(&staging, "exact", &companion, &mut files, progress)?;
-    let total: u64 = merged.iter().map(Pending::bytes).sum();
+    let total: u64 = merged.iter().map(Planned::bytes).sum();
     let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
     files.insert(INDEX.to_owned(), staging.write(INDEX, &pretty(&index)?)?);
     let head: Vec<Pending<'_>> = adapter
@@ -113,8 +121,11 @@ pub fn export(options: &ExportOptions, progress: &dyn Progress) -> Result<Export
         pins.check(&manifest)?;
     }
     let text = pretty(&manifest)?;
+    let seal = seal(&text);
+    staging.write(SEAL, seal.as_bytes())?;
     staging.write(MANIFEST, &text)?;
-    let bytes = manifest.files.values().map(|record| record.size).sum::<u64>() + text.len() as u64;
+    let listed = manifest.files.values().map(|record| record.size).sum::<u64>();
+    let bytes = listed + (text.len() + seal.len()) as u64;
     staging.finish()?;
     Ok(ExportSummary { manifest, bytes })
 }
@@ -229,18 +240,7 @@ fn write_shards(
     files: &mut BTreeMap<String, FileRecord>,
     progress: &dyn Progress,
 ) -> Result<BTreeMap<String, String>> {
-    let mut shards: Vec<&[Pending<'_>]> = Vec::new();
-    let (mut start, mut size) = (0, 0);
-    for (index, tensor) in tensors.iter().enumerate() {
-        if index > start && size + tensor.bytes() > SHARD_BYTES {
-            shards.push(&tensors[start..index]);
-            (start, size) = (index, 0);
-        }
-        size += tensor.bytes();
-    }
-    if start < tensors.len() {
-        shards.push(&tensors[start..]);
-    }
+    let shards = shards(tensors);
     let mut map = BTreeMap::new();
     for (index, shard) in shards.iter().enumerate() {
         let name = format!("{stem}-{:05}-of-{:05}.safetensors", index + 1, shards.len());
@@ -256,23 +256,9 @@ fn write_file(
     tensors: &[Pending<'_>],
     advance: &dyn Fn(u64),
 ) -> Result<FileRecord> {
-    let mut header = serde_json::Map::new();
-    header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
-    let mut offset = 0;
-    for tensor in tensors {
-        let end = offset + tensor.bytes();
-        let entry =
-            json!({ "dtype": tensor.dtype.as_str(), "shape": tensor.shape, "data_offsets": [offset, end] });
-        header.insert(tensor.name.clone(), entry);
-        offset = end;
-    }
-    let mut text = serde_json::to_vec(&header)
-        .map_err(|error| ArtifactError::format(name, format!("cannot write its header: {error}")))?;
-    // Tensor data begins at a multiple of 8 bytes.
-    text.resize(text.len().next_multiple_of(8), b' ');
+    let header = header(name, tensors)?;
     let mut file = staging.create(name)?;
-    file.write(&(text.len() as u64).to_le_bytes())?;
-    file.write(&text)?;
+    file.write(&header)?;
     for tensor in tensors {
         let data = (tensor.make)()?;
         for chunk in data.chunks(CHUNK) {
@@ -283,7 +269,13 @@ fn write_file(
     file.finish()
 }
 
-fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>> {
+/// What the seal of a manifest's bytes must hold.
+pub(crate) fn seal(manifest: &[u8]) -> String {
+    format!("{}  {MANIFEST}\n", hex::encode(Sha256::digest(manifest)))
+}
+
+/// Indented JSON with a line end.
+pub(crate) fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>> {
     let mut text = serde_json::to_vec_pretty(value)
         .map_err(|error| ArtifactError::format(MANIFEST, format!("cannot be written: {error}")))?;
     text.push(b'\n');

@@ -12,7 +12,9 @@ mod merge;
 mod opened;
 mod pickle;
 mod progress;
+mod shards;
 mod staging;
+pub mod synth;
 pub mod tokenizer;
 mod weights;
 

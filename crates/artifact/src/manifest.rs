@@ -11,6 +11,9 @@ use crate::tokenizer::PreTokenizer;
 
 /// File name of the manifest.
 pub const MANIFEST: &str = "kev_export.json";
+/// File with the digest of the manifest, as `sha256sum --check` reads it. Without it a changed bit in a name or number of
+/// the manifest itself would go unnoticed.
+pub(crate) const SEAL: &str = "kev_export.sha256";
 /// Format id in the manifest.
 pub(crate) const FORMAT: &str = "omni-kev export";
 /// Format version in the manifest.

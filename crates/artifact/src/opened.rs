@@ -12,9 +12,9 @@ use sha2::{Digest, Sha256};
 
 use crate::adapter::{Head, LoraPair, read_json};
 use crate::error::{ArtifactError, Result};
-use crate::export::{HEAD, INDEX, PREFIX};
+use crate::export::{HEAD, INDEX, PREFIX, seal};
 use crate::geometry::Geometry;
-use crate::manifest::{CUSTOM, FileRecord, MANIFEST, Manifest, Pins};
+use crate::manifest::{CUSTOM, FileRecord, MANIFEST, Manifest, Pins, SEAL};
 use crate::map::regular;
 use crate::progress::{Progress, Silent};
 use crate::tokenizer::Tokenizer;
@@ -72,6 +72,7 @@ impl Export {
     pub fn open_with_progress(dir: &Path, options: &OpenOptions, progress: &dyn Progress) -> Result<Self> {
         let manifest_path = dir.join(MANIFEST);
         let manifest_bytes = read_manifest(&manifest_path)?;
+        check_seal(dir, &manifest_bytes)?;
         let manifest = Manifest::parse(&manifest_bytes)?;
         check_files(dir, &manifest)?;
         if manifest.profile != CUSTOM {
@@ -166,6 +167,35 @@ fn read_manifest(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(ArtifactError::io(path, "read"))
 }
 
+/// The manifest is what it was when it was written.
+fn check_seal(dir: &Path, manifest: &[u8]) -> Result<()> {
+    let path = dir.join(SEAL);
+    if fs::symlink_metadata(&path).is_err() {
+        return Err(ArtifactError::FileSet {
+            path,
+            reason: "is missing: it holds the digest of the manifest".to_owned(),
+            action: "restore it or export again".to_owned(),
+        });
+    }
+    let found = if regular(&path)? < 256 {
+        fs::read(&path).map_err(ArtifactError::io(&path, "read"))?
+    } else {
+        Vec::new()
+    };
+    let expected = seal(manifest);
+    if found == expected.as_bytes() {
+        return Ok(());
+    }
+    Err(ArtifactError::FileSet {
+        path,
+        reason: format!(
+            "holds {:?}, expected {expected:?} for {MANIFEST}",
+            String::from_utf8_lossy(&found).chars().take(96).collect::<String>()
+        ),
+        action: "one of the two was changed after export: restore them or export again".to_owned(),
+    })
+}
+
 /// Exactly the listed files, each regular and of its size.
 fn check_files(dir: &Path, manifest: &Manifest) -> Result<()> {
     for required in [INDEX, HEAD, "config.json", "tokenizer.json", "tokenizer_config.json"] {
@@ -178,7 +208,7 @@ fn check_files(dir: &Path, manifest: &Manifest) -> Result<()> {
         let listed = entry
             .file_name()
             .to_str()
-            .is_some_and(|name| name == MANIFEST || manifest.files.contains_key(name));
+            .is_some_and(|name| [MANIFEST, SEAL].contains(&name) || manifest.files.contains_key(name));
         if !listed {
             return Err(ArtifactError::FileSet {
                 path: entry.path(),

@@ -32,7 +32,7 @@ impl PreTokenizer {
         }
     }
 
-    fn expression(self) -> &'static str {
+    pub(crate) fn expression(self) -> &'static str {
         match self {
             Self::Qwen2 => concat!(
                 r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*",

@@ -18,13 +18,13 @@ pub(crate) struct Arguments {
     /// Directory of the export
     export: PathBuf,
     /// Requests, one JSON object a line
-    #[arg(long)]
+    #[arg(long, env = "OMNI_KEV_CORPUS", value_name = "FILE")]
     corpus: PathBuf,
     /// File to write, compressed when it ends in .zst; `-` for standard output
-    #[arg(long)]
+    #[arg(long, env = "OMNI_KEV_OUT", value_name = "FILE")]
     out: PathBuf,
     /// Requests that share a batch
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, env = "OMNI_KEV_BATCH", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     batch: u16,
     #[command(flatten)]
     processor: ProcessorArguments,

@@ -40,7 +40,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         "exported {} ({} modules merged, {} files, {} bytes) to {}",
         manifest.profile,
         manifest.lora.modules,
-        manifest.files.len() + 1,
+        manifest.files.len() + 2,
         summary.bytes,
         options.out.display()
     );

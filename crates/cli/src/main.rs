@@ -4,11 +4,14 @@
 
 mod capture;
 mod decide;
+mod demo;
 mod engine;
 mod export;
 mod serve;
+mod synth;
 mod tokens;
 mod verify;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -24,6 +27,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Make, export, verify and serve a small random checkpoint, and show three requests
+    Demo(demo::Arguments),
+    /// Write a checkpoint of random weights
+    Synth(synth::Arguments),
     /// Merge a Kev checkpoint into a hash-pinned export
     Export(export::Arguments),
     /// Check an export against its manifest: every byte, every tensor, the tokenizer
@@ -52,6 +59,8 @@ impl std::error::Error for Internal {}
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Demo(arguments) => demo::run(&arguments),
+        Command::Synth(arguments) => synth::run(&arguments),
         Command::Export(arguments) => export::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Tokens(arguments) => tokens::run(&arguments),
@@ -65,5 +74,27 @@ fn main() -> ExitCode {
             eprintln!("omni-kev: {error:#}");
             ExitCode::from(if error.is::<Internal>() { 3 } else { 2 })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn every_option_has_an_environment_variable_and_help() {
+        let mut options = 0;
+        for command in Cli::command().get_subcommands() {
+            for option in command.get_arguments().filter(|option| option.get_long().is_some()) {
+                let name = format!("{} --{}", command.get_name(), option.get_long().unwrap_or(""));
+                let variable = option.get_env().and_then(|name| name.to_str()).unwrap_or("");
+                assert!(variable.starts_with("OMNI_KEV_"), "{name}: environment variable {variable:?}");
+                assert!(option.get_help().is_some(), "{name}: no help");
+                options += 1;
+            }
+        }
+        assert!(options > 50, "{options}");
     }
 }

@@ -18,7 +18,7 @@ pub(crate) struct Arguments {
     #[arg(conflicts_with = "corpus")]
     file: Option<PathBuf>,
     /// Print one line for every request of a corpus instead
-    #[arg(long)]
+    #[arg(long, env = "OMNI_KEV_CORPUS", value_name = "FILE")]
     corpus: Option<PathBuf>,
     #[command(flatten)]
     processor: ProcessorArguments,

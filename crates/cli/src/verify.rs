@@ -16,10 +16,10 @@ pub(crate) struct Arguments {
     #[arg(long, env = "OMNI_KEV_PINS")]
     pins: Option<PathBuf>,
     /// Write pins that hold this export to what it is now
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, env = "OMNI_KEV_WRITE_PINS", value_name = "FILE")]
     write_pins: Option<PathBuf>,
     /// Print the result as JSON
-    #[arg(long)]
+    #[arg(long, env = "OMNI_KEV_JSON")]
     json: bool,
 }
 
@@ -40,7 +40,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         println!(
             "verified {}: {} files, manifest {}",
             arguments.export.display(),
-            export.manifest.files.len() + 1,
+            export.manifest.files.len() + 2,
             export.manifest_sha256
         );
     }

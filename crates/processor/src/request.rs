@@ -27,7 +27,7 @@ pub enum RequestError {
     #[error("{0}")]
     Unparsable(JsonError),
     /// The body is JSON and breaks rules of the schema.
-    #[error("request breaks {} rules of the schema, first: {}", .0.len(), .0.first().map_or("", |v| v.message.as_str()))]
+    #[error("{}", violations(.0))]
     Violations(Vec<Violation>),
     /// A text is longer than this deployment accepts.
     #[error("{what} is {tokens} tokens, over the limit of {limit}: shorten it or split the request")]
@@ -75,6 +75,23 @@ pub enum PathItem {
     Key(String),
     /// An index.
     Index(usize),
+}
+
+/// The first violation with its place, and how many more there are.
+fn violations(all: &[Violation]) -> String {
+    let Some(first) = all.first() else { return String::new() };
+    let mut text = String::from("body");
+    for item in &first.path {
+        match item {
+            PathItem::Key(key) => text.push_str(&format!(".{}", key.escape_debug())),
+            PathItem::Index(index) => text.push_str(&format!("[{index}]")),
+        }
+    }
+    text.push_str(&format!(": {}", first.message));
+    if all.len() > 1 {
+        text.push_str(&format!(" (and {} more)", all.len() - 1));
+    }
+    text
 }
 
 impl From<&str> for PathItem {
