@@ -71,11 +71,27 @@ impl Base {
     /// # Errors
     /// [`ArtifactError`] naming file and tensor.
     pub fn tensor(&self, spec: &TensorSpec) -> Result<Tensor> {
+        self.checked(spec, TensorFile::tensor)
+    }
+
+    /// As [`Base::tensor`], in memory of its own.
+    ///
+    /// # Errors
+    /// As [`Base::tensor`], and [`ArtifactError::Io`].
+    pub fn read(&self, spec: &TensorSpec) -> Result<Tensor> {
+        self.checked(spec, TensorFile::read)
+    }
+
+    fn checked(
+        &self,
+        spec: &TensorSpec,
+        get: impl Fn(&TensorFile, &str) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let full = format!("{}{}", self.prefix, spec.name);
         let file = self.places.get(&full).and_then(|file| self.files.get(file)).ok_or_else(|| {
             ArtifactError::format(INDEX, format!("{full} is missing from {}", self.dir.display()))
         })?;
-        let tensor = file.tensor(&full)?;
+        let tensor = get(file, &full)?;
         expect_shape(file.name(), &full, &tensor, &spec.shape, spec.f32_allowed, true)?;
         Ok(tensor)
     }

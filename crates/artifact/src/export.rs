@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::adapter::{Adapter, as_f32_tensor, read_json};
 use crate::base::Base;
 use crate::error::{ArtifactError, Result};
+use crate::geometry::TensorSpec;
 use crate::manifest::{
     CUSTOM, ExporterRecord, FORMAT, FileRecord, LoraRecord, MANIFEST, Manifest, MergeRecord, Pins, SEAL,
     Source, VERSION,
@@ -197,23 +198,22 @@ fn stored<'a>(name: String, tensor: Tensor) -> Pending<'a> {
     }
 }
 
+/// The base's own tensor, read when its turn comes. [`Base::open`] has checked every one already.
+fn unchanged<'a>(base: &'a Base, spec: TensorSpec, name: String) -> Option<Pending<'a>> {
+    let dtype = base.tensor(&spec).ok()?.dtype;
+    let shape = spec.shape.clone();
+    Some(Pending { name, dtype, shape, make: Box::new(move || Ok(base.read(&spec)?.data)) })
+}
+
 fn merged_tensors<'a>(base: &'a Base, adapter: &'a Adapter) -> Vec<Pending<'a>> {
-    base.geometry
-        .tensors()
-        .into_iter()
+    let tensors = base.geometry.tensors().into_iter();
+    tensors
         .filter_map(|spec| {
-            // Base::open has looked every tensor up already.
-            let tensor = base.tensor(&spec).ok()?;
             let name = format!("{PREFIX}{}", spec.name);
-            Some(match adapter.modules.get(&spec.name) {
-                Some(lora) => Pending {
-                    name,
-                    dtype: TensorType::BF16,
-                    shape: spec.shape,
-                    make: Box::new(move || Ok(merge(&tensor, lora).into())),
-                },
-                None => stored(name, tensor),
-            })
+            let Some(lora) = adapter.modules.get(&spec.name) else { return unchanged(base, spec, name) };
+            let shape = spec.shape.clone();
+            let make = Box::new(move || Ok(merge(&base.read(&spec)?, lora).into()));
+            Some(Pending { name, dtype: TensorType::BF16, shape, make })
         })
         .collect()
 }
@@ -221,11 +221,9 @@ fn merged_tensors<'a>(base: &'a Base, adapter: &'a Adapter) -> Vec<Pending<'a>> 
 fn companion_tensors<'a>(base: &'a Base, adapter: &'a Adapter) -> Vec<Pending<'a>> {
     let mut pending = Vec::new();
     for spec in base.geometry.tensors() {
-        let (Some(lora), Ok(tensor)) = (adapter.modules.get(&spec.name), base.tensor(&spec)) else {
-            continue;
-        };
+        let Some(lora) = adapter.modules.get(&spec.name) else { continue };
         let stem = format!("{PREFIX}{}", spec.name.trim_end_matches(".weight"));
-        pending.push(stored(format!("{stem}.weight"), tensor));
+        pending.extend(unchanged(base, spec, format!("{stem}.weight")));
         pending.push(stored(format!("{stem}.lora_A.weight"), as_f32_tensor(&lora.a)));
         pending.push(stored(format!("{stem}.lora_B.weight"), as_f32_tensor(&lora.b)));
     }

@@ -1,7 +1,9 @@
 //! Owns safetensors files: a strict header check and tensors that borrow the mapped file.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -93,7 +95,11 @@ struct Located {
 #[derive(Clone, Debug)]
 pub struct TensorFile {
     name: String,
+    /// Where it was opened, for reads that leave no mapped pages behind.
+    path: Option<PathBuf>,
     body: Bytes,
+    /// Where the body begins in the file.
+    body_at: u64,
     entries: BTreeMap<String, Located>,
 }
 
@@ -104,7 +110,7 @@ impl TensorFile {
     /// [`ArtifactError::Format`] naming the file and what its header gets wrong.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-        Self::parse(name, map_file(path)?)
+        Ok(Self { path: Some(path.to_owned()), ..Self::parse(name, map_file(path)?)? })
     }
 
     /// Checks a file's bytes: header length, names, shapes, and offsets that cover the body once without gaps.
@@ -164,7 +170,7 @@ impl TensorFile {
         if at != body.len() {
             return fail(format!("tensors end at byte {at} of a body of {}", body.len()));
         }
-        Ok(Self { name, body, entries })
+        Ok(Self { name, path: None, body, body_at: 8 + length as u64, entries })
     }
 
     /// File name, for messages.
@@ -192,6 +198,20 @@ impl TensorFile {
             other => return Err(ArtifactError::field(&self.name, name, "dtype F32 or BF16", other)),
         };
         Ok(Tensor { dtype, shape: entry.shape.clone(), data: self.body.slice(entry.start..entry.end) })
+    }
+
+    /// One tensor in memory of its own: what goes through every tensor of a model once must not keep them all resident.
+    ///
+    /// # Errors
+    /// As [`TensorFile::tensor`], and [`ArtifactError::Io`].
+    pub fn read(&self, name: &str) -> Result<Tensor> {
+        let tensor = self.tensor(name)?;
+        let (Some(path), Some(entry)) = (&self.path, self.entries.get(name)) else { return Ok(tensor) };
+        let mut data = vec![0; tensor.data.len()];
+        let file = File::open(path).map_err(ArtifactError::io(path, "open"))?;
+        file.read_exact_at(&mut data, self.body_at + entry.start as u64)
+            .map_err(ArtifactError::io(path, "read"))?;
+        Ok(Tensor { data: data.into(), ..tensor })
     }
 }
 
