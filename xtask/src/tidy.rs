@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Crates of ours that each crate may depend on outside tests (docs/decisions/0001-crates.md).
-const DIRECTION: [(&str, &[&str]); 14] = [
+const DIRECTION: [(&str, &[&str]); 15] = [
     ("decision", &[]),
     ("backend", &[]),
     ("artifact", &["decision"]),
@@ -18,9 +18,20 @@ const DIRECTION: [(&str, &[&str]); 14] = [
     ("server", &["processor", "scheduler", "executor", "artifact", "decision"]),
     (
         "omni-kev",
-        &["server", "processor", "scheduler", "executor", "model", "backend-cpu", "artifact", "decision"],
+        &[
+            "server",
+            "processor",
+            "scheduler",
+            "executor",
+            "model",
+            "backend-cpu",
+            "artifact",
+            "acceptance",
+            "decision",
+        ],
     ),
     ("testkit", &["artifact", "backend", "decision", "scheduler"]),
+    ("acceptance", &[]),
     ("xtask", &[]),
     ("fuzz", &[]),
 ];

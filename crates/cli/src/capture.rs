@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use processor::pytext::{self, JsonStyle};
 use processor::{Prepared, parse_request};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::Internal;
-use crate::engine::{EngineArguments, ProcessorArguments, execute, open, read_corpus};
+use crate::engine::{EngineArguments, Labels, ProcessorArguments, execute, open, read_corpus};
 
 /// Arguments of `capture`.
 #[derive(clap::Args)]
@@ -56,22 +57,24 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     }));
     let (mut questions, mut refused) = (0, 0);
     for batch in lines.chunks(usize::from(arguments.batch)) {
-        let mut ready: Vec<(&str, Prepared)> = Vec::new();
+        let mut ready: Vec<(&str, &Labels, Prepared)> = Vec::new();
         for line in batch {
             match parse_request(&line.body).and_then(|request| processor.prepare(&request)) {
-                Ok(prepared) => ready.push((&line.name, prepared)),
+                Ok(prepared) => ready.push((&line.name, &line.expected, prepared)),
                 Err(error) => {
                     refused += 1;
                     push(json!({ "name": line.name, "error": error.to_string() }));
                 }
             }
         }
-        let trees: Vec<_> = ready.iter().map(|(_, prepared)| prepared.tree.clone()).collect();
+        let trees: Vec<_> = ready.iter().map(|(_, _, prepared)| prepared.tree.clone()).collect();
         let outcomes = execute(&mut engine, &trees)?;
-        for ((name, prepared), outcome) in ready.iter().zip(outcomes) {
+        for ((name, expected, prepared), outcome) in ready.iter().zip(outcomes) {
             let finished = processor
                 .finish(&prepared.context, &outcome.logits)
                 .map_err(|error| Internal(error.to_string()))?;
+            let answers: serde_json::Value =
+                serde_json::from_str(&pytext::answers(&finished.answers, JsonStyle::Compact))?;
             for (index, (id, question_type)) in prepared.context.questions().enumerate() {
                 let branch = &prepared.tree.branches[index];
                 let mut ids = Sha256::new();
@@ -92,6 +95,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
                         "input_tokens": finished.usage.input_tokens,
                         "output_tokens": finished.usage.output_tokens,
                     },
+                    "answer": answers[id],
+                    "expected": expected.get(id),
                 }));
                 questions += 1;
             }

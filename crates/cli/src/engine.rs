@@ -145,15 +145,21 @@ pub(crate) fn read_input(path: Option<&Path>) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// Right answers by question id.
+pub(crate) type Labels = serde_json::Map<String, serde_json::Value>;
+
 /// One line of a corpus.
 pub(crate) struct CorpusLine {
     /// The case.
     pub(crate) name: String,
     /// The request's body.
     pub(crate) body: Vec<u8>,
+    /// Right answers, where the corpus has them.
+    pub(crate) expected: Labels,
 }
 
-/// Reads a corpus: `{"name": …, "request": {…}}` or `{"name": …, "request_text": "…"}` a line; other keys are ignored.
+/// Reads a corpus: `{"name": …, "request": {…}}` or `{"name": …, "request_text": "…"}` a line, with `"expected": {…}` where
+/// right answers are known; other keys are ignored.
 pub(crate) fn read_corpus(path: &Path) -> Result<(Vec<CorpusLine>, String)> {
     use sha2::Digest;
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -177,7 +183,15 @@ pub(crate) fn read_corpus(path: &Path) -> Result<(Vec<CorpusLine>, String)> {
             }
             _ => anyhow::bail!("{}: expected either request or request_text", at()),
         };
-        lines.push(CorpusLine { name: name.clone(), body });
+        let expected = match map.get("expected") {
+            None => Labels::new(),
+            Some(labels) => {
+                let mut text = String::new();
+                processor::pytext::write_json(&mut text, labels, processor::pytext::JsonStyle::Compact);
+                serde_json::from_str(&text).with_context(|| format!("{}: expected", at()))?
+            }
+        };
+        lines.push(CorpusLine { name: name.clone(), body, expected });
     }
     Ok((lines, digest))
 }

@@ -1,8 +1,10 @@
 //! The `omni-kev` command: arguments in, exit codes out. Each command is a module of its own.
 //!
-//! Exit codes: 0 done, 2 refused or bad input, 3 internal error.
+//! Exit codes: 0 done, 1 a check said no, 2 refused or bad input, 3 internal error.
 
+mod accept;
 mod capture;
+mod corpus;
 mod decide;
 mod demo;
 mod engine;
@@ -43,7 +45,23 @@ enum Command {
     Serve(serve::Arguments),
     /// Record unrounded outputs for a corpus of requests
     Capture(capture::Arguments),
+    /// Write requests for captures of synthetic checkpoints
+    Corpus(corpus::Arguments),
+    /// Judge a capture against a reference's, gate by gate
+    Accept(accept::Arguments),
 }
+
+/// A check that ran and said no.
+#[derive(Debug)]
+struct Denied(String);
+
+impl std::fmt::Display for Denied {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Denied {}
 
 /// An error that is not the caller's to fix.
 #[derive(Debug)]
@@ -67,12 +85,19 @@ fn main() -> ExitCode {
         Command::Decide(arguments) => decide::run(&arguments),
         Command::Serve(arguments) => serve::run(&arguments),
         Command::Capture(arguments) => capture::run(&arguments),
+        Command::Corpus(arguments) => corpus::run(&arguments),
+        Command::Accept(arguments) => accept::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("omni-kev: {error:#}");
-            ExitCode::from(if error.is::<Internal>() { 3 } else { 2 })
+            let code = match () {
+                () if error.is::<Internal>() => 3,
+                () if error.is::<Denied>() => 1,
+                () => 2,
+            };
+            ExitCode::from(code)
         }
     }
 }

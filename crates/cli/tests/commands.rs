@@ -203,3 +203,31 @@ fn a_flipped_bit_or_a_stray_file_stops_every_command() {
     assert_eq!(code(&output), 2);
     assert!(stderr(&output).contains("model.safetensors"), "{}", stderr(&output));
 }
+
+#[test]
+fn tier_0_is_accepted_in_any_batching_and_a_missing_line_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (corpus, alone, together) = (path("corpus.jsonl"), path("alone.jsonl.zst"), path("together.jsonl"));
+    let run = |arguments: &[&str]| omni_kev(arguments, b"");
+    assert_eq!(code(&run(&["corpus", "--questions", "900", "--out", &corpus])), 0);
+    let capture = ["capture", &export_text(), "--corpus", &corpus, "--out"];
+    assert_eq!(code(&run(&[&capture[..], &[&alone]].concat())), 0);
+    let batched = ["--batch", "16", "--batch-tokens", "2048", "--threads", "1"];
+    assert_eq!(code(&run(&[&capture[..], &[&together], &batched[..]].concat())), 0);
+
+    let plan = path("plan.json");
+    assert_eq!(code(&run(&["accept", "--reference", &alone, "--freeze", &plan])), 0);
+    let accept = ["accept", "--reference", &alone, "--native", &together, "--exact", &alone, "--plan", &plan];
+    let accepted = run(&accept);
+    assert_eq!(code(&accepted), 0, "{}", stdout(&accepted));
+    let text = stdout(&accepted);
+    assert!(text.ends_with("ACCEPTED\n") && text.contains("max 0.00e0, 0 over the gate, 0 flips"), "{text}");
+
+    let lines = fs::read_to_string(&together).unwrap();
+    let torn: Vec<&str> = lines.lines().enumerate().filter(|(at, _)| *at != 7).map(|(_, line)| line).collect();
+    fs::write(&together, torn.join("\n")).unwrap();
+    let invalid = run(&accept);
+    assert_eq!(code(&invalid), 2);
+    assert!(stderr(&invalid).contains("INVALID"), "{}", stderr(&invalid));
+}
