@@ -52,6 +52,10 @@ impl Ops for CpuOps {
         format!("cpu, {} threads, profile exact (fp32)", self.threads())
     }
 
+    fn element_bytes(&self, _role: Role) -> usize {
+        size_of::<f32>()
+    }
+
     fn zeros(&self, role: Role, elements: usize) -> Result<CpuBuffer> {
         CpuBuffer::zeros(role, elements)
     }

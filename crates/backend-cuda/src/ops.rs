@@ -30,6 +30,10 @@ impl Ops for CudaOps {
         self.gemm.as_ref().map_or(Ok(()), |gemm| gemm.warm_up(rows, wide_output))
     }
 
+    fn element_bytes(&self, role: Role) -> usize {
+        self.profile.dtype(role).size()
+    }
+
     fn zeros(&self, role: Role, elements: usize) -> Result<Buffer> {
         let mut buffer = self.buffer(self.profile.dtype(role), &format!("{role:?} values"), elements)?;
         buffer.memory.clear()?;

@@ -137,6 +137,9 @@ pub trait Ops: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Bytes of one element of a role's buffers.
+    fn element_bytes(&self, role: Role) -> usize;
+
     /// A zeroed buffer of `elements`, dtype by `role`.
     fn zeros(&self, role: Role, elements: usize) -> Result<Self::Buffer>;
 

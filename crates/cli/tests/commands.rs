@@ -225,7 +225,8 @@ fn tier_0_is_accepted_in_any_batching_and_a_missing_line_is_not() {
     assert!(text.ends_with("ACCEPTED\n") && text.contains("max 0.00e0, 0 over the gate, 0 flips"), "{text}");
 
     let lines = fs::read_to_string(&together).unwrap();
-    let torn: Vec<&str> = lines.lines().enumerate().filter(|(at, _)| *at != 7).map(|(_, line)| line).collect();
+    let torn: Vec<&str> =
+        lines.lines().enumerate().filter(|(at, _)| *at != 7).map(|(_, line)| line).collect();
     fs::write(&together, torn.join("\n")).unwrap();
     let invalid = run(&accept);
     assert_eq!(code(&invalid), 2);

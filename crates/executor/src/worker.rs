@@ -6,7 +6,7 @@ use artifact::Export;
 use backend::{KeyRange, Ops};
 use backend_cpu::CpuOps;
 use decision::{Outcome, Tree};
-use model::{Model, ModelError, ModelSizes, Owner, PassBuilder, Piece, WeightSet};
+use model::{Model, ModelError, ModelSizes, Owner, PassBuilder, Piece, WeightSet, key_row_bytes, slot_bytes};
 use scheduler::{Execute, ExecuteError};
 
 use crate::key_rows::KeyRows;
@@ -14,7 +14,7 @@ use crate::prefix_cache::{CacheLimits, CacheStats, PrefixCache, StateMemory};
 
 /// A long state is cut at multiples of this, the chunk of the delta rule, so that a cut changes no bit.
 const CHUNK: usize = 64;
-/// States of one batch that may be in memory besides the kept ones.
+/// States that a batch may use at once whatever the cache keeps.
 const SCRATCH_SLOTS: usize = 8;
 
 /// What an executor plans for.
@@ -24,6 +24,8 @@ pub struct ExecutorOptions {
     pub pass_tokens: usize,
     /// Longest state plus one question.
     pub max_row_tokens: usize,
+    /// Longest question.
+    pub max_question_tokens: usize,
     /// The prefix cache.
     pub cache: CacheLimits,
     /// Threads of a CPU backend; 0 means one per core.
@@ -35,6 +37,7 @@ impl Default for ExecutorOptions {
         Self {
             pass_tokens: 512,
             max_row_tokens: 73_728,
+            max_question_tokens: 73_728,
             cache: CacheLimits { states: 4, bytes: 1 << 30 },
             threads: 0,
         }
@@ -82,6 +85,22 @@ pub fn open_cpu(export: &Export, options: &ExecutorOptions) -> Result<Executor<C
     Executor::open(CpuOps::new(options.threads)?, export, WeightSet::Exact, options)
 }
 
+/// What a model must hold for these options: known at start, never exceeded.
+pub(crate) fn sizes<B: Ops>(ops: &B, export: &Export, options: &ExecutorOptions) -> ModelSizes {
+    let pass_rows = options.pass_tokens.max(options.max_question_tokens.min(options.max_row_tokens));
+    let slots = options.cache.states.max(SCRATCH_SLOTS);
+    let kept = options.cache.bytes.saturating_sub(options.cache.states * slot_bytes(ops, export));
+    let kept_rows = kept / key_row_bytes(ops, export).max(1);
+    ModelSizes {
+        pass_rows,
+        // A question has two tokens for every option and two more.
+        readout_rows: pass_rows / 2 + 1,
+        slots,
+        // Either everything kept, or the longest row alone after all else was given up.
+        key_rows: kept_rows.max(options.max_row_tokens) + pass_rows,
+    }
+}
+
 impl<B: Ops> Executor<B> {
     /// Loads an export into a backend.
     ///
@@ -97,24 +116,14 @@ impl<B: Ops> Executor<B> {
             let found = options.pass_tokens;
             return Err(ExecutorError::Option { option: "pass tokens", expected: "a multiple of 64", found });
         }
-        let g = &export.geometry;
-        let linear = g.layers.iter().filter(|kind| **kind == artifact::LayerKind::Linear).count();
-        let full = g.layers.len() - linear;
-        let state = g.linear_value_heads * g.linear_key_dim * g.linear_value_dim;
-        let slot_bytes = 4 * linear * ((g.conv_kernel - 1) * g.conv_dim() + state);
-        let key_row_bytes = (4 * full * 2 * g.kv_heads * g.head_dim).max(1);
-        let slots = options.cache.states + SCRATCH_SLOTS;
-        let pass_rows = options.pass_tokens.max(options.max_row_tokens);
-        // Everything kept, and a few of the longest rows beside it, since holes of a used arena do not join. A CPU's
-        // arena costs only what is touched of it.
-        let key_rows = options.cache.bytes / key_row_bytes + 4 * options.max_row_tokens + pass_rows;
-        let sizes = ModelSizes { pass_rows, readout_rows: pass_rows, slots, key_rows };
+        let sizes = sizes(&ops, export, options);
+        let (slot_bytes, key_row_bytes) = (slot_bytes(&ops, export), key_row_bytes(&ops, export).max(1));
         Ok(Self {
             model: Model::load(ops, export, set, sizes)?,
             options: *options,
             cache: PrefixCache::new(options.cache),
-            slots: (0..slots).rev().collect(),
-            keys: KeyRows::new(key_rows),
+            slots: (0..sizes.slots).rev().collect(),
+            keys: KeyRows::new(sizes.key_rows),
             slot_bytes,
             key_row_bytes,
             retired: None,
@@ -179,21 +188,10 @@ impl<'a, B: Ops> Batch<'a, B> {
 
     fn run(mut self) -> Result<Vec<Outcome>, ModelError> {
         for (index, tree) in self.trees.iter().enumerate() {
-            let mut live = self.state(&tree.state)?;
+            let live = self.state(&tree.state)?;
             self.outcomes[index].cached_tokens = if self.live[live].cached { tree.state.len() } else { 0 };
             for (branch_index, branch) in tree.branches.iter().enumerate() {
-                let rows = self.builder.rows();
-                if rows > 0 && rows + branch.tokens.len() > self.executor.options.pass_tokens {
-                    self.flush()?;
-                }
-                let own = match self.executor.keys.take(branch.tokens.len()) {
-                    Some(own) => own,
-                    None => {
-                        self.settle()?;
-                        live = self.state(&tree.state)?;
-                        self.rows(branch.tokens.len())?
-                    }
-                };
+                let (live, own) = self.place(&tree.state, branch.tokens.len())?;
                 self.borrowed.push(own);
                 let state = &self.live[live];
                 let mut keys = state.memory.keys.clone();
@@ -213,19 +211,53 @@ impl<'a, B: Ops> Batch<'a, B> {
         Ok(self.outcomes)
     }
 
+    /// The live state and key rows for one of its questions. Where rows are short, first the pass in the making is run and
+    /// the batch's own states become kept ones, which can be given up; then everything is given up and the state is made
+    /// again from an empty arena, where the longest row fits.
+    fn place(&mut self, state: &'a Arc<[u32]>, len: usize) -> Result<(usize, KeyRange), ModelError> {
+        for attempt in 0..3 {
+            let live = self.state(state)?;
+            let rows = self.builder.rows();
+            if rows > 0 && rows + len > self.executor.options.pass_tokens {
+                self.flush()?;
+            }
+            if let Some(own) = self.rows(len) {
+                return Ok((live, own));
+            }
+            self.settle()?;
+            if attempt == 1 {
+                self.give_up_all();
+            }
+        }
+        Err(self.no_rows(len))
+    }
+
     /// Index of a live state, computed now if it is neither live nor kept.
     fn state(&mut self, tokens: &'a Arc<[u32]>) -> Result<usize, ModelError> {
         if let Some(index) = self.live.iter().position(|live| live.tokens == *tokens) {
             return Ok(index);
         }
-        if self.live.len() == SCRATCH_SLOTS {
-            self.settle()?;
-        }
         if let Some(memory) = self.executor.cache.take(tokens) {
             self.live.push(Live { tokens: Arc::clone(tokens), memory, cached: true, written: 0 });
             return Ok(self.live.len() - 1);
         }
-        let slot = self.slot()?;
+        for attempt in 0..3 {
+            if let Some(memory) = self.computed(tokens)? {
+                let written = self.passes;
+                self.live.push(Live { tokens: Arc::clone(tokens), memory, cached: false, written });
+                return Ok(self.live.len() - 1);
+            }
+            self.settle()?;
+            if attempt == 1 {
+                self.give_up_all();
+            }
+        }
+        Err(self.no_rows(tokens.len()))
+    }
+
+    /// Computes a state; `None` when slots or key rows are short, with nothing left behind.
+    fn computed(&mut self, tokens: &'a Arc<[u32]>) -> Result<Option<StateMemory>, ModelError> {
+        let Some(slot) = self.slot() else { return Ok(None) };
         let mut memory = StateMemory { slot, keys: Vec::new() };
         let mut done = 0;
         while done < tokens.len() {
@@ -236,7 +268,12 @@ impl<'a, B: Ops> Batch<'a, B> {
                 self.flush()?;
                 continue;
             }
-            memory.keys.push(self.rows(take)?);
+            let Some(own) = self.rows(take) else {
+                self.flush()?;
+                self.free(memory);
+                return Ok(None);
+            };
+            memory.keys.push(own);
             self.builder.add(Piece {
                 tokens: &tokens[done..done + take],
                 position: done,
@@ -251,38 +288,38 @@ impl<'a, B: Ops> Batch<'a, B> {
                 self.flush()?;
             }
         }
-        let written = self.passes;
-        self.live.push(Live { tokens: Arc::clone(tokens), memory, cached: false, written });
-        Ok(self.live.len() - 1)
+        Ok(Some(memory))
     }
 
-    fn slot(&mut self) -> Result<usize, ModelError> {
+    /// A free slot, at the cost of a kept state if need be.
+    fn slot(&mut self) -> Option<usize> {
         if self.executor.slots.is_empty()
             && let Some(memory) = self.executor.cache.evict()
         {
             self.free(memory);
         }
-        self.executor.slots.pop().ok_or(ModelError::Capacity {
-            what: "states",
-            found: self.live.len() + 1,
-            planned: SCRATCH_SLOTS,
-        })
+        self.executor.slots.pop()
     }
 
     /// A range of key rows, at the cost of kept states if need be.
-    fn rows(&mut self, len: usize) -> Result<KeyRange, ModelError> {
+    fn rows(&mut self, len: usize) -> Option<KeyRange> {
         loop {
             if let Some(range) = self.executor.keys.take(len) {
-                return Ok(range);
+                return Some(range);
             }
-            match self.executor.cache.evict() {
-                Some(memory) => self.free(memory),
-                None => {
-                    let planned = self.executor.model.sizes().key_rows;
-                    return Err(ModelError::Capacity { what: "key rows", found: len, planned });
-                }
-            }
+            let memory = self.executor.cache.evict()?;
+            self.free(memory);
         }
+    }
+
+    fn give_up_all(&mut self) {
+        while let Some(memory) = self.executor.cache.evict() {
+            self.free(memory);
+        }
+    }
+
+    fn no_rows(&self, found: usize) -> ModelError {
+        ModelError::Capacity { what: "key rows", found, planned: self.executor.model.sizes().key_rows }
     }
 
     fn free(&mut self, memory: StateMemory) {

@@ -1,6 +1,6 @@
 //! Owns the forward pass: one layer loop that runs any pass, and the memory it needs, planned at start.
 
-use artifact::Export;
+use artifact::{Export, LayerKind};
 use backend::{Attention, DeltaNet, Ops, Pass, Role};
 
 use crate::weights::{Mixer, ModelError, WeightSet, Weights, attention, delta_net};
@@ -40,20 +40,75 @@ enum Arena<B: Ops> {
     Full { keys: B::Buffer, values: B::Buffer },
 }
 
+/// Widths of the buffers that mixers and MLP share in turn.
+struct Widths {
+    projected: usize,
+    mixed: usize,
+    inner: usize,
+}
+
+impl Widths {
+    fn new(delta_net: &DeltaNet, attention: &Attention, intermediate: usize) -> Self {
+        let mixed = delta_net.value_width().max(attention.heads * attention.head_dim);
+        let mixer = delta_net.projected_width().max(attention.projected_width());
+        Self { projected: mixer.max(2 * intermediate), mixed, inner: mixed.max(intermediate) }
+    }
+}
+
 struct Workspace<B: Ops> {
     residual: B::Buffer,
     normed: B::Buffer,
+    /// The mixer's input projection, then the MLP's.
     projected: B::Buffer,
     convolved: B::Buffer,
     gates: B::Buffer,
-    mixed: B::Buffer,
+    /// The mixer's output, then the MLP's gated product.
+    inner: B::Buffer,
     query: B::Buffer,
     delta: B::Buffer,
-    gate_up: B::Buffer,
-    inner: B::Buffer,
     readout_mixed: B::Buffer,
     readout_residual: B::Buffer,
     readout_hidden: B::Buffer,
+}
+
+impl ModelSizes {
+    /// Bytes of workspace and arenas that [`Model::load`] allocates besides the weights.
+    pub fn bytes<B: Ops>(&self, ops: &B, export: &Export) -> usize {
+        let g = &export.geometry;
+        let (delta_net, attention) = (delta_net(export), attention(export));
+        let widths = Widths::new(&delta_net, &attention, g.intermediate);
+        let bytes = |role, elements: usize| ops.element_bytes(role) * elements;
+        let row = bytes(Role::Residual, g.hidden)
+            + bytes(Role::Operand, g.hidden + widths.inner)
+            + bytes(Role::Activation, widths.projected + attention.heads * attention.head_dim + g.hidden)
+            + bytes(Role::Convolved, delta_net.conv_dim())
+            + bytes(Role::Gates, 2 * delta_net.value_heads);
+        let readout = bytes(Role::Operand, widths.mixed)
+            + bytes(Role::Residual, g.hidden)
+            + bytes(Role::Head, g.hidden);
+        self.pass_rows * row
+            + self.readout_rows * readout
+            + self.slots * slot_bytes(ops, export)
+            + self.key_rows * key_row_bytes(ops, export)
+    }
+}
+
+fn layers(export: &Export, kind: LayerKind) -> usize {
+    export.geometry.layers.iter().filter(|other| **other == kind).count()
+}
+
+/// Bytes of one slot of recurrent state, all layers.
+pub fn slot_bytes<B: Ops>(ops: &B, export: &Export) -> usize {
+    let shape = delta_net(export);
+    let tail = ops.element_bytes(Role::ConvTail) * (shape.kernel - 1) * shape.conv_dim();
+    let state = ops.element_bytes(Role::Recurrent) * shape.value_heads * shape.key_dim * shape.value_dim;
+    layers(export, LayerKind::Linear) * (tail + state)
+}
+
+/// Bytes of one row of keys and values, all layers.
+pub fn key_row_bytes<B: Ops>(ops: &B, export: &Export) -> usize {
+    let shape = attention(export);
+    2 * layers(export, LayerKind::Full) * ops.element_bytes(Role::KeyValue) * shape.kv_heads * shape.head_dim
 }
 
 impl<B: Ops> Model<B> {
@@ -66,20 +121,17 @@ impl<B: Ops> Model<B> {
         let g = &export.geometry;
         let (delta_net, attention) = (delta_net(export), attention(export));
         let rows = sizes.pass_rows;
-        let projected = delta_net.projected_width().max(attention.projected_width());
-        let mixed = delta_net.value_width().max(attention.heads * attention.head_dim);
+        let widths = Widths::new(&delta_net, &attention, g.intermediate);
         let work = Workspace {
             residual: ops.zeros(Role::Residual, rows * g.hidden)?,
             normed: ops.zeros(Role::Operand, rows * g.hidden)?,
-            projected: ops.zeros(Role::Activation, rows * projected)?,
+            projected: ops.zeros(Role::Activation, rows * widths.projected)?,
             convolved: ops.zeros(Role::Convolved, rows * delta_net.conv_dim())?,
             gates: ops.zeros(Role::Gates, rows * 2 * delta_net.value_heads)?,
-            mixed: ops.zeros(Role::Operand, rows * mixed)?,
             query: ops.zeros(Role::Activation, rows * attention.heads * attention.head_dim)?,
             delta: ops.zeros(Role::Activation, rows * g.hidden)?,
-            gate_up: ops.zeros(Role::Activation, rows * 2 * g.intermediate)?,
-            inner: ops.zeros(Role::Operand, rows * g.intermediate)?,
-            readout_mixed: ops.zeros(Role::Operand, sizes.readout_rows * mixed)?,
+            inner: ops.zeros(Role::Operand, rows * widths.inner)?,
+            readout_mixed: ops.zeros(Role::Operand, sizes.readout_rows * widths.mixed)?,
             readout_residual: ops.zeros(Role::Residual, sizes.readout_rows * g.hidden)?,
             readout_hidden: ops.zeros(Role::Head, sizes.readout_rows * g.hidden)?,
         };
@@ -169,7 +221,7 @@ impl<B: Ops> Model<B> {
             Mixer::Full { .. } => self.attention.heads * self.attention.head_dim,
         };
         let work = &mut self.work;
-        self.ops.gather_readouts(&work.mixed, mixed_width, &layout, &mut work.readout_mixed)?;
+        self.ops.gather_readouts(&work.inner, mixed_width, &layout, &mut work.readout_mixed)?;
         self.ops.gather_readouts(&work.residual, self.hidden, &layout, &mut work.readout_residual)?;
         self.feed_forward(last, readout_rows, true)?;
         Ok(self.ops.pointer_head(
@@ -192,8 +244,8 @@ impl<B: Ops> Model<B> {
                 ops.linear(&work.normed, in_proj, rows, &mut work.projected)?;
                 ops.conv_silu(&work.projected, conv, shape, layout, tails, &mut work.convolved)?;
                 ops.delta_gates(&work.projected, a_log, dt_bias, shape, rows, &mut work.gates)?;
-                ops.delta_rule(&work.convolved, &work.gates, shape, layout, states, &mut work.mixed)?;
-                ops.gated_rms_norm(&mut work.mixed, &work.projected, norm, self.eps, shape, rows)?;
+                ops.delta_rule(&work.convolved, &work.gates, shape, layout, states, &mut work.inner)?;
+                ops.gated_rms_norm(&mut work.inner, &work.projected, norm, self.eps, shape, rows)?;
             }
             (Mixer::Full { in_proj, query_norm, key_norm, .. }, Arena::Full { keys, values }) => {
                 let shape = &self.attention;
@@ -202,7 +254,7 @@ impl<B: Ops> Model<B> {
                 ops.query_key_value(
                     from, query_norm, key_norm, self.eps, shape, layout, query, keys, values,
                 )?;
-                ops.attention(&work.query, &work.projected, keys, values, shape, layout, &mut work.mixed)?;
+                ops.attention(&work.query, &work.projected, keys, values, shape, layout, &mut work.inner)?;
             }
             // Arenas are made from the layers, one for one.
             _ => {
@@ -225,12 +277,12 @@ impl<B: Ops> Model<B> {
         let (mixed, residual) = if gathered {
             (&work.readout_mixed, &mut work.readout_residual)
         } else {
-            (&work.mixed, &mut work.residual)
+            (&work.inner, &mut work.residual)
         };
         ops.linear(mixed, out_proj, rows, &mut work.delta)?;
         ops.add_rms_norm(residual, &work.delta, &layer.post_norm, eps, rows, &mut work.normed)?;
-        ops.linear(&work.normed, &layer.gate_up, rows, &mut work.gate_up)?;
-        ops.swiglu(&work.gate_up, self.intermediate, rows, &mut work.inner)?;
+        ops.linear(&work.normed, &layer.gate_up, rows, &mut work.projected)?;
+        ops.swiglu(&work.projected, self.intermediate, rows, &mut work.inner)?;
         ops.linear(&work.inner, &layer.down, rows, &mut work.delta)?;
         let (norm, out) = if gathered {
             (&self.weights.final_norm, &mut work.readout_hidden)

@@ -5,6 +5,6 @@ mod forward;
 mod pass_builder;
 mod weights;
 
-pub use forward::{Model, ModelSizes};
+pub use forward::{Model, ModelSizes, key_row_bytes, slot_bytes};
 pub use pass_builder::{Owner, PassBuilder, Piece};
 pub use weights::{ModelError, WeightSet};

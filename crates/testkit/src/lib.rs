@@ -1,5 +1,7 @@
-//! Shared test support, never part of the product: the golden data of the reference service.
+//! Shared test support, never part of the product.
 
+pub mod checkpoint;
 pub mod fake;
 pub mod golden;
 pub mod ops;
+pub mod trees;
