@@ -14,7 +14,7 @@ const DIRECTION: [(&str, &[&str]); 15] = [
     ("backend-cpu", &["backend"]),
     ("backend-cuda", &["backend"]),
     ("model", &["backend", "artifact", "decision"]),
-    ("executor", &["scheduler", "model", "backend", "backend-cpu", "artifact", "decision"]),
+    ("executor", &["scheduler", "model", "backend", "backend-cpu", "backend-cuda", "artifact", "decision"]),
     ("server", &["processor", "scheduler", "executor", "artifact", "decision"]),
     (
         "omni-kev",

@@ -53,6 +53,15 @@ impl Device {
         Ok(Arc::new(Self { module, stream, context, spare: Mutex::new(Vec::new()), shared_memory }))
     }
 
+    /// How many GPUs this machine has; none where there is no driver.
+    pub fn count() -> usize {
+        // SAFETY: only opens and closes the driver library by its usual names.
+        if !unsafe { sys::is_culib_present() } {
+            return 0;
+        }
+        CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
+    }
+
     /// Name, compute capability and memory of the device, for logs.
     pub fn describe(&self) -> String {
         let name = self.context.name().unwrap_or_else(|error| format!("unnamed device ({error})"));
@@ -136,13 +145,15 @@ impl Device {
     /// [`BackendError::Memory`] when the device has not enough left.
     pub(crate) fn borrow(self: &Arc<Self>, what: &str, bytes: usize) -> Result<Memory> {
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = spare.iter().enumerate().filter(|(_, raw)| raw.bytes >= bytes);
+        // Sizes are powers of two: what is much larger is left for what needs it.
+        let size = bytes.next_power_of_two().max(1 << 16);
+        let fitting = spare.iter().enumerate().filter(|(_, raw)| (size..=4 * size).contains(&raw.bytes));
         if let Some((index, _)) = fitting.min_by_key(|(_, raw)| raw.bytes) {
             let raw = spare.swap_remove(index);
             return Ok(Memory { raw, device: Arc::clone(self), pooled: true });
         }
         drop(spare);
-        let mut memory = self.allocate(what, bytes.next_power_of_two().max(1 << 16))?;
+        let mut memory = self.allocate(what, size)?;
         memory.pooled = true;
         Ok(memory)
     }

@@ -17,6 +17,9 @@ pub(crate) const SPAN_KEYS: usize = 512;
 /// Tokens of a chunk of the delta rule: `CHUNK` in `delta_chunks.cuh`.
 pub(crate) const CHUNK: usize = 64;
 
+/// Partial sums that attention may leave at once: what a long text needs beyond is done in several launches.
+pub(crate) const WAVE_PARTIALS: usize = 1024;
+
 /// Words of a `Segment`, a `KeyRange` and a `Tile` in the kernels' sources.
 const SEGMENT_WORDS: usize = 8;
 const RANGE_WORDS: usize = 3;
@@ -40,10 +43,8 @@ pub(crate) struct Host {
     /// Whether any segment keeps its state.
     pub(crate) keeps: bool,
     pub(crate) tiles: usize,
-    /// Tiles times the spans they see, those with several spans, and the partial sums these leave.
-    pub(crate) work: usize,
-    pub(crate) joints: usize,
-    pub(crate) partials: usize,
+    /// Attention on tensor cores, launch by launch.
+    pub(crate) waves: Vec<Wave>,
     pub(crate) chunks: usize,
     pub(crate) readout_rows: usize,
     pub(crate) options: usize,
@@ -63,6 +64,16 @@ pub(crate) struct Level {
     /// Whether it has segments of one chunk of the delta rule, and of several.
     pub(crate) short: bool,
     pub(crate) long: bool,
+}
+
+/// A launch of attention on tensor cores: tiles times the spans they see, and the tiles with several spans. All waves use
+/// the same memory for partial sums, one after another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wave {
+    pub(crate) first_work: usize,
+    pub(crate) work: usize,
+    pub(crate) first_joint: usize,
+    pub(crate) joints: usize,
 }
 
 /// Where each table starts, in words.
@@ -150,12 +161,13 @@ impl Layout {
         self.table(self.offsets.tiles)
     }
 
-    pub(crate) fn work(&self) -> u64 {
-        self.table(self.offsets.work)
+    /// The work of attention from item `first` on.
+    pub(crate) fn work(&self, first: usize) -> u64 {
+        self.table(self.offsets.work + 4 * first)
     }
 
-    pub(crate) fn joints(&self) -> u64 {
-        self.table(self.offsets.joints)
+    pub(crate) fn joints(&self, first: usize) -> u64 {
+        self.table(self.offsets.joints + 4 * first)
     }
 
     pub(crate) fn chunks(&self) -> u64 {
@@ -237,10 +249,8 @@ fn tables(pass: &Pass, inv_freq: &[f32]) -> Result<Tables> {
     host.chunks = chunks.len() / 2;
     let tiles = tiles(pass);
     host.tiles = tiles.len();
-    let (work, joints) = spans(pass, &tiles);
-    host.work = work.len();
-    host.joints = joints.len();
-    host.partials = joints.iter().map(|joint| joint[3] as usize).sum();
+    let Spans { work, joints, waves } = spans(pass, &tiles);
+    host.waves = waves;
     let (readouts, scores) = readouts(pass);
     host.readout_rows = readouts.len();
     host.options = scores.len() / 2;
@@ -335,31 +345,55 @@ fn tiles(pass: &Pass) -> Vec<(usize, usize)> {
     tiles
 }
 
-/// Attention on tensor cores: (segment, first query, span, partial) for every span of keys that a tile sees, longest
-/// first, where a tile with one span has partial -1; and (segment, first query, first partial, spans) for the others.
-fn spans(pass: &Pass, tiles: &[(usize, usize)]) -> (Vec<[i32; 4]>, Vec<[i32; 4]>) {
-    let mut work = Vec::new();
-    let mut joints = Vec::new();
+/// (segment, first query, span, partial) for every span of keys that a tile sees, where a tile with one span has partial -1;
+/// (segment, first query, first partial, spans) for the others; and where each launch's part of both begins.
+#[derive(Default)]
+struct Spans {
+    work: Vec<[i32; 4]>,
+    joints: Vec<[i32; 4]>,
+    waves: Vec<Wave>,
+}
+
+/// Cuts attention on tensor cores into launches of bounded partial sums; within a launch the longest spans come first.
+fn spans(pass: &Pass, tiles: &[(usize, usize)]) -> Spans {
+    let mut spans = Spans::default();
+    let mut pending: Vec<(usize, [i32; 4])> = Vec::new();
+    let mut wave = Wave::default();
     let mut partial = 0;
     for (index, first) in tiles {
         let segment = &pass.segments[*index];
         let end = segment.position + segment.rows.len().min(first + TILE_QUERIES);
         let count = end.div_ceil(SPAN_KEYS);
+        if count > 1 && partial > 0 && partial + count > WAVE_PARTIALS {
+            spans.finish(&mut wave, &mut pending);
+            partial = 0;
+        }
         let tile = [*index as i32, *first as i32];
         if count > 1 {
-            joints.push([tile[0], tile[1], partial, count as i32]);
+            spans.joints.push([tile[0], tile[1], partial as i32, count as i32]);
         }
         for span in 0..count {
             let keys = SPAN_KEYS.min(end - span * SPAN_KEYS);
-            let target = if count > 1 { partial + span as i32 } else { -1 };
-            work.push((keys, [tile[0], tile[1], span as i32, target]));
+            let target = if count > 1 { (partial + span) as i32 } else { -1 };
+            pending.push((keys, [tile[0], tile[1], span as i32, target]));
         }
         if count > 1 {
-            partial += count as i32;
+            partial += count;
         }
     }
-    work.sort_by_key(|(keys, _)| std::cmp::Reverse(*keys));
-    (work.into_iter().map(|(_, item)| item).collect(), joints)
+    spans.finish(&mut wave, &mut pending);
+    spans
+}
+
+impl Spans {
+    fn finish(&mut self, wave: &mut Wave, pending: &mut Vec<(usize, [i32; 4])>) {
+        pending.sort_by_key(|(keys, _)| std::cmp::Reverse(*keys));
+        self.work.extend(pending.drain(..).map(|(_, item)| item));
+        wave.work = self.work.len() - wave.first_work;
+        wave.joints = self.joints.len() - wave.first_joint;
+        self.waves.push(*wave);
+        *wave = Wave { first_work: self.work.len(), first_joint: self.joints.len(), ..Wave::default() };
+    }
 }
 
 /// Rows to gather, and per option the gathered rows of its question's `decide` and of itself.
@@ -441,9 +475,41 @@ mod tests {
     #[test]
     fn tiles_are_cut_into_spans_of_absolute_positions() {
         let pass = pass(vec![segment(0..20, 500, Some(0), None, 0)]);
-        let (work, joints) = spans(&pass, &tiles(&pass));
+        let Spans { work, joints, waves } = spans(&pass, &tiles(&pass));
         assert_eq!(work, [[0, 16, 0, 0], [0, 0, 0, 2], [0, 16, 1, 1], [0, 0, 1, 3]]);
         assert_eq!(joints, [[0, 16, 0, 2], [0, 0, 2, 2]]);
+        assert_eq!(waves, [Wave { work: 4, joints: 2, ..Wave::default() }]);
+    }
+
+    #[test]
+    fn partial_sums_are_bounded_by_waves_that_cover_everything_once() {
+        let pass = pass(vec![
+            segment(0..40, 60_000, Some(0), None, 0),
+            segment(40..80, 0, None, None, 0),
+            segment(80..400, 50_000, Some(0), None, 0),
+        ]);
+        let tiles = tiles(&pass);
+        let Spans { work, joints, waves } = spans(&pass, &tiles);
+        assert!(waves.len() > 2);
+        let (mut works, mut joined) = (0, 0);
+        for wave in &waves {
+            assert_eq!((wave.first_work, wave.first_joint), (works, joined));
+            works += wave.work;
+            joined += wave.joints;
+            let mut partials: Vec<i32> = work[wave.first_work..works]
+                .iter()
+                .map(|item| item[3])
+                .filter(|target| *target >= 0)
+                .collect();
+            partials.sort_unstable();
+            // Every partial once, from zero on.
+            assert!(partials.iter().enumerate().all(|(index, partial)| *partial == index as i32));
+            assert!(partials.len() <= WAVE_PARTIALS);
+            let own: usize = joints[wave.first_joint..joined].iter().map(|joint| joint[3] as usize).sum();
+            assert_eq!(own, partials.len());
+        }
+        assert_eq!((works, joined), (work.len(), joints.len()));
+        assert_eq!(joints.len(), tiles.len() - 3);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use backend::{Attention, DeltaNet, Result};
 
 use crate::device::{Arguments, Buffer};
 use crate::engine::{CudaOps, Profile, letter};
-use crate::layout::{Layout, TILE_QUERIES};
+use crate::layout::{Layout, SPAN_KEYS, TILE_QUERIES, WAVE_PARTIALS};
 
 /// Bytes of `Prepared`, `PrepareShared`, `ScanShared` and `ShortShared` in `delta_*.cu*`.
 const PREPARED: usize = 4 * (2 * 64 * 64 + 4 * 64);
@@ -89,38 +89,43 @@ impl CudaOps {
         layout: &Layout,
         out: &Buffer,
     ) -> Result<()> {
-        let host = &layout.host;
-        let rows = host.partials * shape.heads * TILE_QUERIES;
+        // One size whatever the pass, so that no later pass needs more; a tile may see more spans than a wave has.
+        let partials = layout.host.waves.iter().map(|wave| wave.joints).max().unwrap_or(0).min(1)
+            * WAVE_PARTIALS.max(layout.host.key_rows.div_ceil(SPAN_KEYS));
+        let rows = partials * shape.heads * TILE_QUERIES;
         let sums = self.device.borrow("partial sums of attention", rows * shape.head_dim * 4)?;
         let extremes = self.device.borrow("partial extremes of attention", rows * 8)?;
         let types = format!("{}{}h_{}", letter(query.dtype), letter(projected.dtype), shape.head_dim);
         let dims = [shape.heads, shape.kv_heads, shape.head_dim, shape.rotary_dim];
-        let arguments = Arguments::default()
-            .buffer(query)
-            .buffer(projected)
-            .buffer(keys)
-            .buffer(values)
-            .buffer(out)
-            .pointer(sums.pointer())
-            .pointer(extremes.pointer())
-            .pointer(layout.work())
-            .pointer(layout.segments(0))
-            .pointer(layout.ranges())
-            .ints(dims)
-            .float(1.0 / (shape.head_dim as f32).sqrt());
         let parts = (shape.heads / shape.kv_heads).div_ceil(4);
-        let blocks = (host.work, shape.kv_heads * parts, 1);
         let shared = attention_shared(shape.head_dim);
-        self.launch_with(&format!("attention_mma_{types}"), blocks, 256, shared, arguments)?;
-        let arguments = Arguments::default()
-            .buffer(projected)
-            .buffer(out)
-            .pointer(sums.pointer())
-            .pointer(extremes.pointer())
-            .pointer(layout.joints())
-            .pointer(layout.segments(0))
-            .ints(dims);
-        let blocks = (host.joints, shape.heads, 1);
-        self.launch(&format!("attention_merge_{types}"), blocks, shape.head_dim as u32, arguments)
+        for wave in &layout.host.waves {
+            let arguments = Arguments::default()
+                .buffer(query)
+                .buffer(projected)
+                .buffer(keys)
+                .buffer(values)
+                .buffer(out)
+                .pointer(sums.pointer())
+                .pointer(extremes.pointer())
+                .pointer(layout.work(wave.first_work))
+                .pointer(layout.segments(0))
+                .pointer(layout.ranges())
+                .ints(dims)
+                .float(1.0 / (shape.head_dim as f32).sqrt());
+            let blocks = (wave.work, shape.kv_heads * parts, 1);
+            self.launch_with(&format!("attention_mma_{types}"), blocks, 256, shared, arguments)?;
+            let arguments = Arguments::default()
+                .buffer(projected)
+                .buffer(out)
+                .pointer(sums.pointer())
+                .pointer(extremes.pointer())
+                .pointer(layout.joints(wave.first_joint))
+                .pointer(layout.segments(0))
+                .ints(dims);
+            let blocks = (wave.joints, shape.heads, 1);
+            self.launch(&format!("attention_merge_{types}"), blocks, shape.head_dim as u32, arguments)?;
+        }
+        Ok(())
     }
 }

@@ -11,7 +11,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::Internal;
-use crate::engine::{EngineArguments, Labels, ProcessorArguments, execute, open, read_corpus};
+use crate::engine::{Engine, EngineArguments, Labels, ProcessorArguments, open, read_corpus, run_trees};
 
 /// Arguments of `capture`.
 #[derive(clap::Args)]
@@ -36,8 +36,8 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (lines, corpus_sha256) = read_corpus(&arguments.corpus)?;
     let export = open(&arguments.export, None)?;
-    let processor = arguments.processor.processor(&export);
-    let mut engine = arguments.engine.engine(&export, &processor)?;
+    let Engine { mut execute, processor, backend, profile, description, .. } =
+        arguments.engine.engine(&export, &arguments.processor)?;
     let mut text = String::new();
     let mut push = |value: serde_json::Value| {
         text.push_str(&value.to_string());
@@ -49,8 +49,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         "commit": option_env!("OMNI_KEV_COMMIT"),
         "manifest_sha256": export.manifest_sha256,
         "corpus_sha256": corpus_sha256,
-        "profile": arguments.engine.profile(),
-        "backend": arguments.engine.backend(),
+        "profile": profile.name(),
+        "backend": backend,
+        "device": description,
         "batch": arguments.batch,
         "temperature": export.temperature,
         "unix_time": SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -68,7 +69,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             }
         }
         let trees: Vec<_> = ready.iter().map(|(_, _, prepared)| prepared.tree.clone()).collect();
-        let outcomes = execute(&mut engine, &trees)?;
+        let outcomes = run_trees(&mut execute, &trees)?;
         for ((name, expected, prepared), outcome) in ready.iter().zip(outcomes) {
             let finished = processor
                 .finish(&prepared.context, &outcome.logits)

@@ -7,7 +7,7 @@ use processor::parse_request;
 use server::Answered;
 
 use crate::Internal;
-use crate::engine::{EngineArguments, ProcessorArguments, execute, open, read_input};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open, read_input, run_trees};
 
 /// Arguments of `decide`.
 #[derive(clap::Args)]
@@ -26,10 +26,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let body = read_input(arguments.file.as_deref())?;
     let request = parse_request(&body)?;
     let export = open(&arguments.export, None)?;
-    let processor = arguments.processor.processor(&export);
+    // Bad input is refused before a model is loaded.
+    arguments.processor.alone(&export).prepare(&request)?;
+    let Engine { mut execute, processor, .. } = arguments.engine.engine(&export, &arguments.processor)?;
     let prepared = processor.prepare(&request)?;
-    let mut engine = arguments.engine.engine(&export, &processor)?;
-    let outcome = execute(&mut engine, std::slice::from_ref(&prepared.tree))?.remove(0);
+    let outcome = run_trees(&mut execute, std::slice::from_ref(&prepared.tree))?.remove(0);
     let finished =
         processor.finish(&prepared.context, &outcome.logits).map_err(|error| Internal(error.to_string()))?;
     let answered = Answered {

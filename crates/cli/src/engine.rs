@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use artifact::{Export, OpenOptions, Pins};
 use clap::{Args, ValueEnum};
 use decision::Tree;
-use executor::{CacheLimits, ExecutorOptions, open_cpu};
+use executor::{CacheLimits, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, open_cpu, open_cuda};
 use processor::{Processor, ProcessorOptions};
 use scheduler::Execute;
 
@@ -17,7 +17,7 @@ use crate::Internal;
 const MAX_BODY: u64 = 64 << 20;
 
 /// How requests are prepared.
-#[derive(Args)]
+#[derive(Clone, Args)]
 pub(crate) struct ProcessorArguments {
     /// Longest state, in tokens
     #[arg(long, env = "OMNI_KEV_MAX_STATE_TOKENS", default_value_t = 65_536)]
@@ -25,6 +25,9 @@ pub(crate) struct ProcessorArguments {
     /// Longest state plus one question, in tokens
     #[arg(long, env = "OMNI_KEV_MAX_ROW_TOKENS", default_value_t = 73_728)]
     max_row_tokens: usize,
+    /// Longest question by itself, in tokens; a GPU takes no more than a batch has
+    #[arg(long, env = "OMNI_KEV_MAX_QUESTION_TOKENS", default_value_t = 73_728)]
+    max_question_tokens: usize,
     /// Cut a state that is too long instead of refusing it
     #[arg(long, env = "OMNI_KEV_TRUNCATE_STATES")]
     truncate_states: bool,
@@ -33,25 +36,15 @@ pub(crate) struct ProcessorArguments {
     date_facts: bool,
 }
 
-impl ProcessorArguments {
-    pub(crate) fn processor(&self, export: &Export) -> Processor {
-        let options = ProcessorOptions {
-            max_state_tokens: self.max_state_tokens,
-            max_row_tokens: self.max_row_tokens,
-            truncate_states: self.truncate_states,
-            date_facts: self.date_facts,
-        };
-        Processor::new(export.tokenizer(), export.temperature, options)
-    }
-}
-
 /// Where the model runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
-    /// The best that this build and machine have: the CPU.
+    /// A GPU if this machine has one that works, else its cores.
     Auto,
     /// This machine's cores.
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
 }
 
 /// The arithmetic it runs in.
@@ -59,60 +52,156 @@ pub(crate) enum Backend {
 pub(crate) enum Profile {
     /// FP32 throughout, over unrounded weights.
     Exact,
+    /// BF16 weights and operands, FP32 sums, states and residual stream; GPUs only.
+    Fast,
+}
+
+impl Profile {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Fast => "fast",
+        }
+    }
 }
 
 /// How the model runs.
-#[derive(Args)]
+#[derive(Clone, Args)]
 pub(crate) struct EngineArguments {
     /// Where the model runs
     #[arg(long, env = "OMNI_KEV_BACKEND", value_enum, default_value = "auto")]
     backend: Backend,
-    /// Arithmetic of the model
-    #[arg(long, env = "OMNI_KEV_PROFILE", value_enum, default_value = "exact")]
-    profile: Profile,
-    /// Tokens of a pass, a multiple of 64
-    #[arg(long, env = "OMNI_KEV_BATCH_TOKENS", default_value_t = 512)]
-    batch_tokens: usize,
-    /// Threads; 0 means one per core
+    /// GPU, in the driver's order
+    #[arg(long, env = "OMNI_KEV_DEVICES", default_value_t = 0)]
+    devices: usize,
+    /// Arithmetic of the model; by default fast on a GPU, exact on the CPU
+    #[arg(long, env = "OMNI_KEV_PROFILE", value_enum)]
+    profile: Option<Profile>,
+    /// Tokens of a pass, a multiple of 64; by default 8192 on a GPU, 512 on the CPU
+    #[arg(long, env = "OMNI_KEV_BATCH_TOKENS")]
+    batch_tokens: Option<usize>,
+    /// Threads of the CPU; 0 means one per core
     #[arg(long, env = "OMNI_KEV_THREADS", default_value_t = 0)]
     threads: usize,
-    /// States kept in the prefix cache
-    #[arg(long, env = "OMNI_KEV_PREFIX_CACHE_STATES", default_value_t = 4)]
-    prefix_cache_states: usize,
-    /// Bytes of the prefix cache
-    #[arg(long, env = "OMNI_KEV_PREFIX_CACHE_BYTES", default_value_t = 1 << 30)]
-    prefix_cache_bytes: usize,
+    /// States kept in the prefix cache; by default 32 on a GPU, 4 on the CPU
+    #[arg(long, env = "OMNI_KEV_PREFIX_CACHE_STATES")]
+    prefix_cache_states: Option<usize>,
+    /// Bytes of the prefix cache; by default 4 GiB on a GPU, 1 GiB on the CPU
+    #[arg(long, env = "OMNI_KEV_PREFIX_CACHE_BYTES")]
+    prefix_cache_bytes: Option<usize>,
+}
+
+/// A loaded model and how it was loaded.
+pub(crate) struct Engine {
+    /// The executor.
+    pub(crate) execute: Box<dyn Execute>,
+    /// What prepares its requests, within its limits.
+    pub(crate) processor: Processor,
+    /// `cpu` or `cuda`.
+    pub(crate) backend: &'static str,
+    /// Arithmetic.
+    pub(crate) profile: Profile,
+    /// Device and profile, for people.
+    pub(crate) description: String,
+    /// Free and total bytes of a GPU.
+    pub(crate) memory: Option<DeviceMemory>,
 }
 
 impl EngineArguments {
-    /// Name of the profile in captures.
-    pub(crate) fn profile(&self) -> &'static str {
-        match self.profile {
-            Profile::Exact => "exact",
+    /// The CPU where the choice was left open.
+    pub(crate) fn on_cpu(mut self) -> Self {
+        if self.backend == Backend::Auto {
+            self.backend = Backend::Cpu;
         }
+        self
     }
 
-    /// Name of the backend that [`Backend`] resolves to.
-    pub(crate) fn backend(&self) -> &'static str {
+    /// Loads the model where the arguments say.
+    pub(crate) fn engine(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+        let cuda = || self.cuda(export, arguments);
         match self.backend {
-            Backend::Auto | Backend::Cpu => "cpu",
+            Backend::Cuda => cuda(),
+            Backend::Cpu => self.cpu(export, arguments),
+            // A GPU that is there and refuses is an error: silently serving from the CPU would be a hundred times slower.
+            Backend::Auto if executor::cuda_devices() > 0 => cuda(),
+            Backend::Auto => self.cpu(export, arguments),
         }
     }
 
-    /// Loads the model.
-    pub(crate) fn engine(&self, export: &Export, processor: &Processor) -> Result<impl Execute + use<>> {
-        let options = ExecutorOptions {
-            pass_tokens: self.batch_tokens,
-            max_row_tokens: processor.options().max_row_tokens,
-            cache: CacheLimits { states: self.prefix_cache_states, bytes: self.prefix_cache_bytes },
+    fn options(&self, arguments: &ProcessorArguments, on_gpu: bool) -> ExecutorOptions {
+        let pass_tokens = self.batch_tokens.unwrap_or(if on_gpu { 8192 } else { 512 });
+        let longest = if on_gpu { pass_tokens } else { usize::MAX };
+        let (states, bytes) = if on_gpu { (32, 4 << 30) } else { (4, 1 << 30) };
+        ExecutorOptions {
+            pass_tokens,
+            max_row_tokens: arguments.max_row_tokens,
+            max_question_tokens: arguments.max_question_tokens.min(longest),
+            cache: CacheLimits {
+                states: self.prefix_cache_states.unwrap_or(states),
+                bytes: self.prefix_cache_bytes.unwrap_or(bytes),
+            },
             threads: self.threads,
+        }
+    }
+
+    fn cpu(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+        let profile = self.profile.unwrap_or(Profile::Exact);
+        anyhow::ensure!(
+            profile == Profile::Exact,
+            "--profile {}: the CPU offers exact only; give --backend cuda on a machine with a GPU",
+            profile.name()
+        );
+        let options = self.options(arguments, false);
+        let executor = open_cpu(export, &options)?;
+        let description = executor.describe();
+        let processor = arguments.processor(export, &options);
+        Ok(Engine {
+            execute: Box::new(executor),
+            processor,
+            backend: "cpu",
+            profile,
+            description,
+            memory: None,
+        })
+    }
+
+    fn cuda(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+        let profile = self.profile.unwrap_or(Profile::Fast);
+        let options = self.options(arguments, true);
+        let arithmetic = match profile {
+            Profile::Exact => CudaProfile::Exact,
+            Profile::Fast => CudaProfile::Fast,
         };
-        Ok(open_cpu(export, &options)?)
+        let executor =
+            open_cuda(export, &options, CudaOptions { ordinal: self.devices, profile: arithmetic })?;
+        let description = executor.describe();
+        let memory = Some(executor.device_memory());
+        let processor = arguments.processor(export, &options);
+        Ok(Engine { execute: Box::new(executor), processor, backend: "cuda", profile, description, memory })
+    }
+}
+
+impl ProcessorArguments {
+    /// A processor for an export alone, without a model's limits.
+    pub(crate) fn alone(&self, export: &Export) -> Processor {
+        let unlimited = ExecutorOptions { max_question_tokens: usize::MAX, ..ExecutorOptions::default() };
+        self.processor(export, &unlimited)
+    }
+
+    fn processor(&self, export: &Export, engine: &ExecutorOptions) -> Processor {
+        let options = ProcessorOptions {
+            max_state_tokens: self.max_state_tokens,
+            max_row_tokens: self.max_row_tokens,
+            max_question_tokens: self.max_question_tokens.min(engine.max_question_tokens),
+            truncate_states: self.truncate_states,
+            date_facts: self.date_facts,
+        };
+        Processor::new(export.tokenizer(), export.temperature, options)
     }
 }
 
 /// Runs trees; a failure here is never the caller's.
-pub(crate) fn execute(engine: &mut impl Execute, trees: &[Tree]) -> Result<Vec<decision::Outcome>> {
+pub(crate) fn run_trees(engine: &mut impl Execute, trees: &[Tree]) -> Result<Vec<decision::Outcome>> {
     engine.execute(trees).map_err(|error| Internal(error.to_string()).into())
 }
 

@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 a check said no, 2 refused or bad input, 3 internal error.
 
 mod accept;
+mod bench;
 mod capture;
 mod corpus;
 mod decide;
@@ -47,6 +48,8 @@ enum Command {
     Capture(capture::Arguments),
     /// Write requests for captures of synthetic checkpoints
     Corpus(corpus::Arguments),
+    /// Measure model times of fixed workloads
+    Bench(bench::Arguments),
     /// Judge a capture against a reference's, gate by gate
     Accept(accept::Arguments),
 }
@@ -86,6 +89,7 @@ fn main() -> ExitCode {
         Command::Serve(arguments) => serve::run(&arguments),
         Command::Capture(arguments) => capture::run(&arguments),
         Command::Corpus(arguments) => corpus::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Accept(arguments) => accept::run(&arguments),
     };
     match result {

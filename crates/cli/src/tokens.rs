@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let export = open(&arguments.export, None)?;
-    let processor = arguments.processor.processor(&export);
+    let processor = arguments.processor.alone(&export);
     let mut out = std::io::stdout().lock();
     let Some(corpus) = &arguments.corpus else {
         let body = read_input(arguments.file.as_deref())?;

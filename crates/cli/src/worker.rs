@@ -12,10 +12,10 @@ use server::{ApiKey, ModelCard, ServerOptions, Service};
 use tokio::net::TcpListener;
 
 use crate::Internal;
-use crate::engine::{EngineArguments, ProcessorArguments, open};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open};
 
 /// Everything about a worker but where it listens and what it serves.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct WorkerArguments {
     /// File whose first line is the API key that clients must send
     #[arg(long, env = "OMNI_KEV_API_KEY_FILE", value_name = "FILE")]
@@ -56,6 +56,14 @@ pub(crate) struct WorkerArguments {
     engine: EngineArguments,
 }
 
+impl WorkerArguments {
+    /// These, with the CPU where they leave the choice open: a demonstration needs no compiled kernels.
+    pub(crate) fn on_cpu(mut self) -> Self {
+        self.engine = self.engine.on_cpu();
+        self
+    }
+}
+
 /// A worker that has answered its warm-up and may listen.
 pub(crate) struct Worker {
     service: Service,
@@ -68,9 +76,9 @@ impl Worker {
         let api_key = arguments.api_key_file.as_deref().map(read_key).transpose()?;
         let released = written(export);
         let export = open(export, arguments.pins.as_ref())?;
-        let processor = arguments.processor.processor(&export);
-        let mut engine = arguments.engine.engine(&export, &processor)?;
-        executor::warm_up(&mut engine, &export).map_err(|error| Internal(error.to_string()))?;
+        let mut engine = arguments.engine.engine(&export, &arguments.processor)?;
+        executor::warm_up(&mut engine.execute, &export).map_err(|error| Internal(error.to_string()))?;
+        let models = cards(&export, &engine, &released);
         let limits = SchedulerOptions {
             queue_requests: arguments.queue_requests,
             queue_tokens: arguments.queue_tokens,
@@ -78,9 +86,9 @@ impl Worker {
             ..SchedulerOptions::default()
         };
         let service = Service {
-            processor,
-            scheduler: Scheduler::start(engine, limits).context("cannot start the executor")?,
-            models: cards(&export, &arguments.engine, &released),
+            processor: engine.processor,
+            scheduler: Scheduler::start(engine.execute, limits).context("cannot start the executor")?,
+            models,
         };
         let options = ServerOptions {
             max_body_bytes: arguments.max_body_bytes,
@@ -120,12 +128,12 @@ fn written(export: &Path) -> String {
 }
 
 /// Both names that clients use, for the same model.
-fn cards(export: &Export, engine: &EngineArguments, released: &str) -> Vec<ModelCard> {
+fn cards(export: &Export, engine: &Engine, released: &str) -> Vec<ModelCard> {
     let description = format!(
         "{} on {}, profile {}, not qualified",
         export.manifest.profile,
-        engine.backend(),
-        engine.profile()
+        engine.backend,
+        engine.profile.name()
     );
     ["kev-latest", "jev-latest"]
         .map(|name| ModelCard {

@@ -53,6 +53,21 @@ pub enum ExecutorError {
     /// The backend could not start.
     #[error(transparent)]
     Backend(#[from] backend::BackendError),
+    /// The device has not enough memory for these options.
+    #[error(
+        "{device} has {:.2} GB free, {:.2} GB are needed ({parts}): give the prefix cache, the longest rows or the batch \
+         fewer tokens, or take another device", *free as f64 / 1e9, *total as f64 / 1e9
+    )]
+    Memory {
+        /// The device.
+        device: String,
+        /// Bytes free.
+        free: usize,
+        /// Bytes needed.
+        total: usize,
+        /// What they are for.
+        parts: String,
+    },
     /// An option makes no sense.
     #[error("{option}: expected {expected}, found {found}")]
     Option {
@@ -133,6 +148,10 @@ impl<B: Ops> Executor<B> {
     /// Counters of the prefix cache.
     pub fn cache_stats(&self) -> Arc<CacheStats> {
         self.cache.stats()
+    }
+
+    pub(crate) fn ops(&self) -> &B {
+        self.model.ops()
     }
 
     /// One line about backend and profile.

@@ -177,6 +177,11 @@ impl<B: Ops> Model<B> {
         })
     }
 
+    /// The backend.
+    pub fn ops(&self) -> &B {
+        &self.ops
+    }
+
     /// What was planned for.
     pub fn sizes(&self) -> ModelSizes {
         self.sizes

@@ -16,6 +16,8 @@ pub struct ProcessorOptions {
     pub max_state_tokens: usize,
     /// Longest state plus one question in tokens.
     pub max_row_tokens: usize,
+    /// Longest question by itself, in tokens.
+    pub max_question_tokens: usize,
     /// Cut a longer state instead of refusing it.
     pub truncate_states: bool,
     /// Add facts about the dates of a state.
@@ -24,7 +26,13 @@ pub struct ProcessorOptions {
 
 impl Default for ProcessorOptions {
     fn default() -> Self {
-        Self { max_state_tokens: 65_536, max_row_tokens: 73_728, truncate_states: false, date_facts: false }
+        Self {
+            max_state_tokens: 65_536,
+            max_row_tokens: 73_728,
+            max_question_tokens: 73_728,
+            truncate_states: false,
+            date_facts: false,
+        }
     }
 }
 
@@ -148,6 +156,10 @@ impl Processor {
             let decide = tokens.len();
             tokens.push(delimiters.decide);
             let row = state.len() + tokens.len();
+            if tokens.len() > self.options.max_question_tokens {
+                let limit = self.options.max_question_tokens;
+                return Err(RequestError::TooLong { what: what(), tokens: tokens.len(), limit });
+            }
             if row > self.options.max_row_tokens {
                 let what = format!("{} with its state", what());
                 return Err(RequestError::TooLong { what, tokens: row, limit: self.options.max_row_tokens });

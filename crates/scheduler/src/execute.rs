@@ -11,6 +11,12 @@ pub trait Execute: Send + 'static {
     fn execute(&mut self, trees: &[Tree]) -> Result<Vec<Outcome>, ExecuteError>;
 }
 
+impl<E: Execute + ?Sized> Execute for Box<E> {
+    fn execute(&mut self, trees: &[Tree]) -> Result<Vec<Outcome>, ExecuteError> {
+        (**self).execute(trees)
+    }
+}
+
 /// Why a batch was not answered. The executor cannot be trusted afterwards: bad input never reaches it, so a failure
 /// here is one of the device or of the program.
 #[derive(Debug, Clone, thiserror::Error)]
