@@ -1,5 +1,8 @@
 //! Repository tasks. `cargo xtask ci` is the gate: the same command for people and machines.
 
+mod conformance;
+mod kernels;
+mod python;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -11,7 +14,9 @@ fn main() -> ExitCode {
     let result = match arguments.first().map(String::as_str) {
         Some("ci") => ci(),
         Some("tidy") => tidy::check(&root()).map(|()| println!("tidy: ok")),
-        _ => Err("usage: cargo xtask ci | tidy".to_owned()),
+        Some("kernels") => kernels::build(&root(), &arguments[1..]).map(|_| ()),
+        Some("conformance") => conformance::check(&root(), &binary(&root())),
+        _ => Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -25,6 +30,11 @@ fn main() -> ExitCode {
 /// The repository's root: the folder above this crate.
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
+}
+
+/// The release build of the product.
+fn binary(root: &Path) -> PathBuf {
+    root.join("target/release/omni-kev")
 }
 
 /// Every step in order; the first that fails ends the gate.
@@ -48,7 +58,8 @@ fn ci() -> Result<(), String> {
         Ok(())
     };
     step("format", &["fmt", "--all", "--check"], &[])?;
-    let features = "artifact/golden,processor/golden,executor/golden,backend-cuda/gpu";
+    let features =
+        "artifact/golden,processor/golden,executor/golden,executor/gpu,omni-kev/golden,backend-cuda/gpu";
     let lints = ["clippy", "--workspace", "--all-targets", "--features", features, "--", "-D", "warnings"];
     step("lints", &lints, &[])?;
     step("docs", &["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
@@ -56,18 +67,38 @@ fn ci() -> Result<(), String> {
     println!("=== tidy: ok");
     step("tests", &["test", "--workspace"], &[])?;
     step("release build", &["build", "--release"], &[])?;
+    timed("kernels", || kernels::build(&root, &[]).map(|_| ()))?;
+    timed("conformance", || conformance::check(&root, &binary(&root)))?;
     let golden = root.join("../shared/golden");
     if golden.is_dir() {
-        for package in ["artifact", "processor", "executor"] {
+        for package in ["artifact", "processor", "executor", "omni-kev"] {
             step(
                 "golden tier",
-                &["test", "--package", package, "--features", "golden", "--test", "golden"],
+                &[
+                    "test",
+                    "--package",
+                    package,
+                    "--features",
+                    "golden",
+                    "--test",
+                    "golden",
+                    "--",
+                    "--nocapture",
+                ],
                 &[],
             )?;
         }
     } else {
         println!("=== golden tier: NOT RUN, {} is absent", golden.display());
     }
-    println!("=== gate: {} steps passed", done + 1);
+    println!("=== gate: {} steps passed", done + 3);
+    Ok(())
+}
+
+fn timed(name: &str, step: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    println!("=== {name}");
+    let started = Instant::now();
+    step().map_err(|error| format!("{name} failed: {error}"))?;
+    println!("=== {name}: ok, {:.0} s", started.elapsed().as_secs_f64());
     Ok(())
 }

@@ -162,12 +162,15 @@ fn place(question: &Question) -> String {
 }
 
 fn inputs(pairs: &[(&Question, &Question)]) -> Gate {
+    // Output tokens count the digits of the answers, which the other gates judge.
     let differs = |(a, b): &&(&Question, &Question)| {
-        a.ids_sha256 != b.ids_sha256 || a.readouts != b.readouts || a.usage != b.usage
+        a.ids_sha256 != b.ids_sha256
+            || a.readouts != b.readouts
+            || a.usage.input_tokens != b.usage.input_tokens
     };
     let count = pairs.iter().filter(differs).count();
     let first = pairs.iter().find(differs).map_or_else(String::new, |(a, _)| format!(", first {}", place(a)));
-    let detail = format!("{count} of {} differ in tokens, readouts or usage{first}", pairs.len());
+    let detail = format!("{count} of {} differ in tokens, readouts or input tokens{first}", pairs.len());
     gate("inputs", count == 0, detail)
 }
 

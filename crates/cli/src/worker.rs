@@ -44,6 +44,9 @@ pub(crate) struct WorkerArguments {
     /// Time that admitted requests get to finish after a stop signal, in milliseconds
     #[arg(long, env = "OMNI_KEV_DRAIN_TIMEOUT", default_value_t = 30_000)]
     drain_timeout: u64,
+    /// Refuse requests that name a model which /v1/models does not list
+    #[arg(long, env = "OMNI_KEV_STRICT_MODELS")]
+    strict_models: bool,
     /// Put latency_ms into answers, as the reference service does
     #[arg(long, env = "OMNI_KEV_KEV_LATENCY_MS")]
     kev_latency_ms: bool,
@@ -95,6 +98,7 @@ impl Worker {
             max_connections: arguments.max_connections,
             deadline: Duration::from_millis(arguments.deadline_ms),
             drain_timeout: Duration::from_millis(arguments.drain_timeout),
+            strict_models: arguments.strict_models,
             kev_latency_ms: arguments.kev_latency_ms,
             cached_token_details: arguments.cached_token_details,
             api_key,

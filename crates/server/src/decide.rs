@@ -9,7 +9,7 @@ use axum::extract::Request;
 use axum::http::StatusCode;
 use axum::response::Response;
 use decision::{Tree, Usage};
-use processor::{Finished, Prepared, Processor, ResponseContext};
+use processor::{Finished, Prepared, ResponseContext};
 use scheduler::Permit;
 
 use crate::body::{self, Encoding};
@@ -63,7 +63,7 @@ async fn decide(
     let started = Instant::now();
     let shared = Arc::clone(app);
     let prepared = app.pool.run(move || {
-        let work = prepare(&shared.service.processor, endpoint, encoding, held.bytes, limit);
+        let work = prepare(&shared, endpoint, encoding, held.bytes, limit);
         (permit, work)
     });
     // A panic takes the permit and the body with it.
@@ -94,7 +94,7 @@ struct Work {
 }
 
 fn prepare(
-    processor: &Processor,
+    app: &App,
     endpoint: Endpoint,
     encoding: Encoding,
     bytes: Vec<u8>,
@@ -109,7 +109,10 @@ fn prepare(
         Endpoint::Permute => permute::parse(&bytes)?,
     };
     drop(bytes);
-    let Prepared { tree, context, .. } = processor.prepare(&request)?;
+    if app.options.strict_models && !app.service.models.iter().any(|card| card.name == request.model) {
+        return Err(ApiError::UnknownModel);
+    }
+    let Prepared { tree, context, .. } = app.service.processor.prepare(&request)?;
     let trees = match endpoint {
         Endpoint::Systemone | Endpoint::Permute => vec![tree],
         Endpoint::Separate => alone(tree),

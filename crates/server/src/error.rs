@@ -83,6 +83,13 @@ const UNREADABLE: Row = row(
     Body,
     "The body is no Unicode text, nests too deep, or has an integer of too many digits.",
 );
+const UNKNOWN_MODEL: Row = row(
+    "api_usage_error",
+    S::BAD_REQUEST,
+    Object,
+    Body,
+    "The request names a model that is not served, and this deployment is strict about names.",
+);
 const CORRUPT: Row =
     row("corrupt_encoding", S::BAD_REQUEST, Object, Body, "The compressed body cannot be decompressed.");
 const BROKEN: Row = row("incomplete_body", S::BAD_REQUEST, Object, Body, "The body ended before its length.");
@@ -152,8 +159,9 @@ const INTERNAL: Row =
     row("internal_error", S::INTERNAL_SERVER_ERROR, Object, Keyed, "A defect of this program.");
 
 /// Every row, in the order of their statuses.
-pub(crate) const TABLE: [&Row; 21] = [
+pub(crate) const TABLE: [&Row; 22] = [
     &UNREADABLE,
+    &UNKNOWN_MODEL,
     &CORRUPT,
     &BROKEN,
     &KEY,
@@ -212,6 +220,8 @@ pub(crate) enum ApiError {
     },
     NotFound,
     MethodNotAllowed,
+    /// The request names a model that is not served.
+    UnknownModel,
     /// `question` of a permute request names no choice.
     NotAChoice,
     /// The scheduler let the request not in, or not through.
@@ -261,6 +271,7 @@ impl ApiError {
             Self::Unauthenticated { .. } => &KEY,
             Self::NotFound => &NOT_FOUND,
             Self::MethodNotAllowed => &METHOD,
+            Self::UnknownModel => &UNKNOWN_MODEL,
             Self::NotAChoice => &NOT_A_CHOICE,
             Self::Scheduler(failure) => match failure {
                 Failure::Refused(Refusal::TooLarge { .. }) => &TOO_LARGE,
@@ -297,6 +308,7 @@ impl ApiError {
             Self::Unauthenticated { missing: false } => "Invalid API key".to_owned(),
             Self::NotFound => "Not Found".to_owned(),
             Self::MethodNotAllowed => "Method Not Allowed".to_owned(),
+            Self::UnknownModel => "Unknown model: GET /v1/models lists those that are served".to_owned(),
             Self::NotAChoice => "question must name a choice question of the request".to_owned(),
             Self::Scheduler(failure) => match failure {
                 Failure::Refused(Refusal::Retired { .. }) | Failure::Retired { .. } => {
@@ -538,6 +550,11 @@ mod tests {
             ),
             (ApiError::NotFound, 404, r#"{"detail":"Not Found"}"#),
             (ApiError::MethodNotAllowed, 405, r#"{"detail":"Method Not Allowed"}"#),
+            (
+                ApiError::UnknownModel,
+                400,
+                r#"{"detail":{"error_type":"api_usage_error","message":"Unknown model: GET /v1/models lists those that are served"}}"#,
+            ),
             (
                 ApiError::NotAChoice,
                 422,

@@ -62,6 +62,8 @@ pub struct ServerOptions {
     pub drain_timeout: Duration,
     /// Threads that validate and tokenise; 0 means one per core.
     pub prepare_threads: usize,
+    /// Refuses requests that name a model which is not listed, instead of answering under any name.
+    pub strict_models: bool,
     /// Adds `latency_ms` to answers, as the reference service does.
     pub kev_latency_ms: bool,
     /// Adds `usage.input_tokens_details.cached_tokens` to answers.
@@ -82,6 +84,7 @@ impl Default for ServerOptions {
             max_connections: 4096,
             drain_timeout: Duration::from_secs(30),
             prepare_threads: 0,
+            strict_models: false,
             kev_latency_ms: false,
             cached_token_details: false,
         }

@@ -361,6 +361,22 @@ fn r26_unknown_model_is_answered() {
 }
 
 #[test]
+fn r26_unknown_model_is_refused_where_names_are_strict() {
+    let options = ServerOptions { strict_models: true, ..ServerOptions::default() };
+    let server = Server::with(Setup { server: options, ..Setup::default() });
+    let mut body = one(noul());
+    for served in ["kev-latest", "jev-latest"] {
+        body["model"] = json!(served);
+        assert_eq!(server.answer(&body)["model"], json!(served));
+    }
+    body["model"] = json!("jevcompat-no-such-model");
+    let refused = server.post(body.to_string());
+    assert_eq!(refused.status, 400);
+    assert_eq!(refused.json()["detail"]["error_type"], json!("api_usage_error"));
+    assert!(refused.json()["detail"]["message"].is_string());
+}
+
+#[test]
 fn r27_paths_and_methods() {
     let server = Server::new();
     let cases = [

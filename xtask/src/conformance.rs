@@ -1,0 +1,106 @@
+//! Owns conformance by real clients: the public compatibility suite and SDK against the served demo, without and with a key.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::python::{environment, run};
+
+/// How long the demo may take to listen.
+const PATIENCE: Duration = Duration::from_secs(60);
+const KEY: &str = "conformance-key";
+
+/// Runs every client.
+///
+/// # Errors
+/// The client that failed, or the counts that were expected and found.
+pub(crate) fn check(root: &Path, binary: &Path) -> Result<(), String> {
+    let list = root.join("tools/conformance/requirements.txt");
+    let requirements =
+        std::fs::read_to_string(&list).map_err(|error| format!("{}: {error}", list.display()))?;
+    let environment = environment(root, "venv-conformance", &requirements)?;
+    let key_file = root.join("target/conformance-key");
+    std::fs::write(&key_file, format!("{KEY}\n"))
+        .map_err(|error| format!("{}: {error}", key_file.display()))?;
+    let key_path = key_file.display().to_string();
+    // The suite exercises its rule about other errors only where an unknown model is refused.
+    let strict = ["--strict-models"];
+    let keyed = ["--strict-models", "--api-key-file", &key_path, "--api-key", KEY];
+    for (arguments, key, expected) in [
+        (&[][..], None, ["MUST 32/32", "SHOULD 12/12"]),
+        (&strict, None, ["MUST 32/32", "SHOULD 13/13"]),
+        (&keyed, Some(KEY), ["MUST 32/32", "SHOULD 15/15"]),
+    ] {
+        let demo = Demo::start(binary, arguments)?;
+        suite(&environment, &demo.url, key, expected)?;
+        let mut sdk = Command::new(environment.join("bin/python"));
+        sdk.arg(root.join("tools/conformance/sdk.py")).arg(&demo.url).args(key);
+        run(&mut sdk, "the SDK's check")?;
+    }
+    Ok(())
+}
+
+fn suite(environment: &Path, url: &str, key: Option<&str>, expected: [&str; 2]) -> Result<(), String> {
+    let mut command = Command::new(environment.join("bin/jevcompat"));
+    command.args(["test", url]);
+    if let Some(key) = key {
+        command.args(["--key", key]);
+    }
+    let output = command.output().map_err(|error| format!("jevcompat: cannot be run: {error}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if output.status.success() && expected.iter().all(|count| text.contains(count)) {
+        println!(
+            "jevcompat: {}, {}{}",
+            expected[0],
+            expected[1],
+            if key.is_some() { ", with a key" } else { "" }
+        );
+        return Ok(());
+    }
+    Err(format!("jevcompat ended with {}, expected {expected:?}:\n{text}", output.status))
+}
+
+/// A served demo, killed when dropped.
+struct Demo {
+    child: Child,
+    url: String,
+}
+
+impl Demo {
+    fn start(binary: &Path, arguments: &[&str]) -> Result<Self, String> {
+        let mut child = Command::new(binary)
+            .args(["demo", "--port", "0"])
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| format!("{}: cannot be run: {error}", binary.display()))?;
+        let output = child.stdout.take();
+        let mut demo = Self { child, url: String::new() };
+        demo.url = listening(output)?;
+        Ok(demo)
+    }
+}
+
+impl Drop for Demo {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The address that a server prints; what it prints later is read and dropped, so that it never waits for a reader.
+fn listening(output: Option<ChildStdout>) -> Result<String, String> {
+    let output = output.ok_or("the demo has no standard output")?;
+    let (found, wait) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            if let Some(url) = line.strip_prefix("listening on ") {
+                let _ = found.send(url.to_owned());
+            }
+        }
+    });
+    wait.recv_timeout(PATIENCE).map_err(|_| "the demo did not listen".to_owned())
+}
