@@ -18,6 +18,7 @@ import json
 import math
 import pathlib
 import random
+import re
 import statistics
 import struct
 import sys
@@ -129,9 +130,30 @@ def read_cases(corpus, tokens):
         yield line["name"], request, record, line.get("expected", {})
 
 
+def check_tokens(tokenizer, record):
+    """Tokenises the rendered texts again and compares: the ids come from the worker, the tokenizer is transformers'."""
+
+    def encode(text):
+        escaped = re.sub(r"<\|([A-Za-z0-9_]+)\|>", "<\u00a6\\1\u00a6>", text)
+        return tokenizer.encode(escaped, add_special_tokens=False)
+
+    token = tokenizer.convert_tokens_to_ids
+    if record["state"]["ids"] != [token("<|fim_prefix|>")] + encode(record["state"]["text"]):
+        sys.exit(f"{record['name']}: the state's ids differ")
+    for question in record["questions"]:
+        ids = [token("<|fim_middle|>")] + encode(question["instructions"])
+        for option in question["options"]:
+            ids += [token("<|box_start|>")] + encode(option) + [token("<|box_end|>")]
+        if question["ids"] != ids + [token("<|fim_suffix|>")]:
+            sys.exit(f"{record['name']} {question['id']}: the question's ids differ")
+
+
 def capture(backbone, head, temperature, args):
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint / "base")
     cases = list(read_cases(args.corpus, args.tokens))
+    for _, _, record, _ in cases:
+        if "error" not in record:
+            check_tokens(tokenizer, record)
     rows = []
     for name, _, record, _ in cases:
         if "error" in record:
