@@ -12,6 +12,8 @@ const PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88\nnvidia-cuda-crt==13.0.88\nnvi
 const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
 /// The generation whose intermediate code serves later ones.
 const PORTABLE: &str = "120";
+/// How every generation is compiled.
+const FLAGS: [&str; 3] = ["-std=c++17", "-O3", "-fatbin"];
 /// Oldest compiler.
 const OLDEST: u32 = 13;
 
@@ -30,7 +32,7 @@ pub(crate) fn build(root: &Path, architectures: &[String]) -> Result<PathBuf, St
         architectures.iter().map(|name| name.trim_start_matches("sm_")).collect()
     };
     let nvcc = compiler(root)?;
-    let key = format!("{}\n{wanted:?}\n{}", version(&nvcc)?, contents(&sources)?);
+    let key = format!("{}\n{FLAGS:?} {wanted:?}\n{}", version(&nvcc)?, contents(&sources)?);
     if out.exists() && std::fs::read_to_string(&key_file).is_ok_and(|made| made == key) {
         println!("kernels: {} is up to date", out.display());
         return Ok(out);
@@ -39,7 +41,7 @@ pub(crate) fn build(root: &Path, architectures: &[String]) -> Result<PathBuf, St
     std::fs::create_dir_all(root.join("target/kernels")).map_err(fail)?;
     let partial = out.with_extension("partial");
     let mut command = Command::new(&nvcc);
-    command.args(["-std=c++17", "-O3", "-fatbin", "--threads", "2"]);
+    command.args(FLAGS).args(["--threads", "2"]);
     for name in &wanted {
         command.arg(format!("-gencode=arch=compute_{name},code=sm_{name}"));
     }

@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use backend::{Attention, BackendError, DeltaNet, HostTensor, Ops, Pass, Projection, Result, Role};
+use backend::{Attention, BackendError, DeltaNet, Extent, HostTensor, Ops, Pass, Projection, Result, Role};
 use rayon::ThreadPool;
 
 use crate::layout::CpuLayout;
@@ -74,6 +74,10 @@ impl Ops for CpuOps {
 
     fn layout(&self, pass: &Pass, inv_freq: &[f32]) -> Result<CpuLayout> {
         CpuLayout::new(pass, inv_freq)
+    }
+
+    fn extent(&self, layout: &CpuLayout) -> Extent {
+        Extent { rows: layout.pass.rows(), readout_rows: layout.readout_rows().count() }
     }
 
     fn embed(&self, table: &CpuWeight, layout: &CpuLayout, out: &mut CpuBuffer) -> Result<()> {

@@ -28,6 +28,7 @@ __device__ __forceinline__ void attention_simt(const Q* query, const P* projecte
     SimtShared<HEAD>& shared = *reinterpret_cast<SimtShared<HEAD>*>(raw);
 
     const Tile tile = tiles[blockIdx.x];
+    if (tile.x < 0) return;  // padding of a shape class
     const Segment segment = segments[tile.x];
     const KeyRange* ranges = all_ranges + segment.first_range;
     const int group = shape.heads / shape.kv_heads;

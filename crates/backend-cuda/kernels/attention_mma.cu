@@ -74,6 +74,7 @@ __device__ __forceinline__ void attention_mma(const Q* query, const P* projected
     MmaShared<HEAD>& shared = *reinterpret_cast<MmaShared<HEAD>*>(raw);
 
     const Work item = work[blockIdx.x];
+    if (item.segment < 0) return;  // padding of a shape class
     const Segment segment = segments[item.segment];
     const KeyRange* ranges = all_ranges + segment.first_range;
     const int group = shape.heads / shape.kv_heads;
@@ -283,6 +284,7 @@ template <typename P, typename O, int HEAD>
 __device__ __forceinline__ void attention_merge(const P* projected, O* out, const float* sums, const float2* extremes,
                                                 const Joint* joints, const Segment* segments, AttentionShape shape) {
     const Joint joint = joints[blockIdx.x];
+    if (joint.segment < 0) return;  // padding of a shape class
     const Segment segment = segments[joint.segment];
     const int head = blockIdx.y;
     const int d = threadIdx.x;

@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 2)
     extern __shared__ __align__(16) unsigned char prepare_raw[];
     PrepareShared& s = *reinterpret_cast<PrepareShared*>(prepare_raw);
     const Chunk chunk = chunks[blockIdx.x];
+    if (chunk.x < 0) return;  // padding of a shape class
     const Segment segment = segments[chunk.x];
     const int tokens = min(CHUNK, segment.len - chunk.y);
     const size_t first = segment.start + chunk.y;

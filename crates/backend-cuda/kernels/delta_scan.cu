@@ -363,7 +363,7 @@ __device__ __forceinline__ void delta_scan_short(const float* qkv, const Prepare
     ShortShared& s = *reinterpret_cast<ShortShared*>(short_raw);
     const Segment segment = segments[blockIdx.z];
     const int tokens = segment.len;
-    if (tokens > CHUNK) return;
+    if (tokens > CHUNK || tokens == 0) return;
     const int head = blockIdx.y;
     const int key_head = head / (shape.value_heads / shape.key_heads);
     const int key_width = shape.key_heads * CHUNK_HEAD;

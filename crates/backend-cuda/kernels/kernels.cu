@@ -16,4 +16,7 @@
 
 // The binary asks for this name, so that kernels of another version are refused instead of misread.
 // Raise the number with every change of a kernel's parameters; `module.rs` holds the same number.
-extern "C" __global__ void omni_kev_kernels_6() {}
+extern "C" __global__ void omni_kev_kernels_7() {}
+
+// Fails asynchronously, as a broken device does: for the test of what happens then.
+extern "C" __global__ void omni_kev_trap() { __trap(); }

@@ -26,6 +26,7 @@ __device__ __forceinline__ void query_key_value(const X* projected, const float*
     const int lane = threadIdx.x & 31;
     const int row = blockIdx.x;
     if (head >= shape.heads + 2 * shape.kv_heads) return;
+    if (key_rows[row] < 0) return;  // padding of a shape class
     const X* source = projected + (size_t)row * 2 * (shape.heads + shape.kv_heads) * dim;
     const size_t arena = (size_t)key_rows[row] * shape.kv_heads * dim;
     if (head >= shape.heads + shape.kv_heads) {

@@ -1,7 +1,8 @@
 //! Owns one engine: a GPU, an arithmetic, and the ways to submit work to them. Knows no operation's contract.
 #![allow(unsafe_code)] // Submits kernels, whose parameters no compiler checks.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use backend::{BackendError, DType, Result, Role};
 use half::bf16;
@@ -9,6 +10,8 @@ use half::bf16;
 use crate::device::{Arguments, Buffer, Device, Memory};
 use crate::gemm::Gemm;
 use crate::graph::Recording;
+use crate::layout::LayoutMemory;
+use crate::shapes::Shape;
 
 /// Arithmetic of all operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +42,8 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic.
     pub profile: Profile,
+    /// Whether small passes are padded to prepared shapes and replayed as graphs.
+    pub graphs: bool,
 }
 
 /// A weight `[columns, depth]` on the device: `columns` outputs of `depth` inputs each.
@@ -52,10 +57,20 @@ pub struct Weight {
 
 /// The operations on one GPU.
 pub struct CudaOps {
+    // Dropped before what they replay on.
+    pub(crate) recordings: Mutex<HashMap<Shape, Recorded>>,
+    /// Whether small passes are recorded.
+    pub(crate) graphs: bool,
     // Dropped before the device it runs on.
     pub(crate) gemm: Option<Gemm>,
     pub(crate) device: Arc<Device>,
     pub(crate) profile: Profile,
+}
+
+/// A shape's tables and, once its operations were submitted, their record.
+pub(crate) struct Recorded {
+    pub(crate) recording: Option<Recording>,
+    pub(crate) memory: Arc<LayoutMemory>,
 }
 
 /// The letter that kernels' names have for a dtype.
@@ -100,7 +115,8 @@ impl CudaOps {
             Profile::Exact => None,
             Profile::Fast => Some(Gemm::open(&device)?),
         };
-        Ok(Self { gemm, device, profile: options.profile })
+        let recordings = Mutex::new(HashMap::new());
+        Ok(Self { recordings, graphs: options.graphs, gemm, device, profile: options.profile })
     }
 
     /// The GPU.
@@ -124,6 +140,15 @@ impl CudaOps {
     /// As [`Recording::new`].
     pub fn record(&self, submit: impl FnOnce() -> Result<()>) -> Result<Recording> {
         Recording::new(&self.device, submit)
+    }
+
+    /// Makes the device fail asynchronously, as a broken one does; nothing works in this process afterwards.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] when not even this can be submitted.
+    #[cfg(feature = "gpu")]
+    pub fn fail(&self) -> Result<()> {
+        self.launch("omni_kev_trap", (1, 1, 1), 1, Arguments::default())
     }
 
     /// A buffer with the dtype of `role` that holds `values`, rounded once if that is a lower dtype.

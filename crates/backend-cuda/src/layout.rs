@@ -1,11 +1,12 @@
 //! Owns a pass as the tables that kernels read: one upload, one table of rotary angles. Knows no kernel.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use backend::{BackendError, Pass, Result};
 
 use crate::device::{Device, Memory};
+use crate::shapes::Shape;
 
 /// Inputs before a segment that a convolution may need: `HISTORY` in `conv.cu`.
 pub(crate) const HISTORY: usize = 7;
@@ -27,11 +28,20 @@ const RANGE_WORDS: usize = 3;
 /// A pass prepared for the device.
 #[derive(Debug)]
 pub struct Layout {
-    tables: Memory,
-    rotary: Memory,
+    memory: Arc<LayoutMemory>,
     offsets: Offsets,
     /// Facts of the pass that launches need on the host.
     pub(crate) host: Host,
+    /// The shape that the pass is padded to, if it is.
+    pub(crate) shape: Option<Shape>,
+}
+
+/// Where a layout's tables lie. All passes of a shape use the same memory, one after another in stream order.
+#[derive(Debug)]
+pub(crate) struct LayoutMemory {
+    tables: Mutex<Memory>,
+    tables_pointer: u64,
+    rotary: Memory,
 }
 
 /// What launches need to know on the host.
@@ -105,22 +115,40 @@ struct Tables {
 }
 
 impl Layout {
-    /// Prepares `pass`: builds the tables, copies them to the device and computes the rotary angles there.
+    /// Prepares `pass`: builds the tables and copies them to the device; padded to a shape if one is given, in the memory of
+    /// the shape's earlier layouts if there is one.
     ///
     /// # Errors
     /// [`BackendError::Pass`] when the pass breaks its rules, [`BackendError::Contract`] when a number does not fit
     /// the device's tables, else device errors.
-    pub(crate) fn new(device: &Arc<Device>, pass: &Pass, inv_freq: &[f32]) -> Result<Self> {
-        let Tables { words, offsets, host } = tables(pass, inv_freq)?;
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        pass: &Pass,
+        inv_freq: &[f32],
+        shape: Option<Shape>,
+        memory: Option<Arc<LayoutMemory>>,
+    ) -> Result<Self> {
+        let Tables { words, offsets, host } = tables(pass, inv_freq, shape)?;
         let bytes: &[u8] = bytemuck::cast_slice(&words);
-        let mut tables = device.borrow("tables of a pass", bytes.len())?;
-        tables.upload(0, bytes)?;
-        let rotary = device.borrow("rotary angles of a pass", 8 * host.rows * host.rotary_pairs)?;
-        Ok(Self { tables, rotary, offsets, host })
+        let memory = match memory {
+            Some(memory) => memory,
+            None => {
+                let tables = device.borrow("tables of a pass", bytes.len())?;
+                let rotary = device.borrow("rotary angles of a pass", 8 * host.rows * host.rotary_pairs)?;
+                let tables_pointer = tables.pointer();
+                Arc::new(LayoutMemory { tables: Mutex::new(tables), tables_pointer, rotary })
+            }
+        };
+        memory.tables.lock().unwrap_or_else(PoisonError::into_inner).upload(0, bytes)?;
+        Ok(Self { memory, offsets, host, shape })
+    }
+
+    pub(crate) fn memory(&self) -> Arc<LayoutMemory> {
+        Arc::clone(&self.memory)
     }
 
     fn table(&self, offset: usize) -> u64 {
-        self.tables.pointer() + 4 * offset as u64
+        self.memory.tables_pointer + 4 * offset as u64
     }
 
     pub(crate) fn tokens(&self) -> u64 {
@@ -188,11 +216,11 @@ impl Layout {
 
     /// `[rows, pairs]` of (cos, sin).
     pub(crate) fn rotary(&self) -> u64 {
-        self.rotary.pointer()
+        self.memory.rotary.pointer()
     }
 }
 
-fn tables(pass: &Pass, inv_freq: &[f32]) -> Result<Tables> {
+fn tables(pass: &Pass, inv_freq: &[f32], shape: Option<Shape>) -> Result<Tables> {
     // Arena sizes are not known here; every operation compares them with what the pass names.
     pass.validate(usize::MAX / 2, usize::MAX / 2)?;
     let mut tables = Tables::default();
@@ -256,24 +284,60 @@ fn tables(pass: &Pass, inv_freq: &[f32]) -> Result<Tables> {
     host.options = scores.len() / 2;
     check_fits(&host)?;
 
-    let words = &mut tables.words;
-    let offsets = &mut tables.offsets;
-    offsets.tokens = append(words, pass.tokens.iter().map(|token| *token as i32));
-    offsets.positions = append_sizes(words, &positions);
-    offsets.segment_of = append_sizes(words, &segment_of);
+    let mut tokens: Vec<i32> = pass.tokens.iter().map(|token| *token as i32).collect();
+    let mut positions = integers(&positions);
+    let mut segment_of = integers(&segment_of);
+    let mut locals = integers(&locals);
+    let mut key_rows = integers(&key_rows);
+    let mut segments: Vec<i32> = segments.iter().map(|word| *word as i32).collect();
+    let mut histories: Vec<i32> = histories(pass).into_iter().flatten().collect();
+    let mut ranges = integers(&ranges);
+    let mut tiles: Vec<i32> =
+        tiles.iter().flat_map(|(segment, first)| [*segment as i32, *first as i32]).collect();
+    let mut work: Vec<i32> = work.into_iter().flatten().collect();
+    let mut joints: Vec<i32> = joints.into_iter().flatten().collect();
+    let mut chunks = integers(&chunks);
+    let mut readouts = integers(&readouts);
+    let mut scores = integers(&scores);
+    if let Some(shape) = shape {
+        tokens.resize(shape.rows, 0);
+        positions.resize(shape.rows, 0);
+        // Padding rows belong to the last segment, which no launch looks at and which has nothing before it.
+        segment_of.resize(shape.rows, shape.segments() as i32 - 1);
+        locals.resize(shape.rows, 0);
+        key_rows.resize(shape.rows, -1);
+        let nothing = [0, 0, 0, -1, -1, 0, 0, 0];
+        segments.extend(nothing.repeat(shape.segments() - host.segments));
+        histories.resize(shape.segments() * HISTORY, -1);
+        ranges.resize(shape.ranges() * RANGE_WORDS, 0);
+        tiles.resize(2 * shape.tiles(), -1);
+        work.resize(4 * shape.work(), -1);
+        joints.resize(4 * shape.joints(), -1);
+        chunks.resize(2 * shape.chunks(), -1);
+        readouts.resize(shape.readout_rows(), 0);
+        scores.resize(2 * shape.readout_rows(), 0);
+        host.pad(shape);
+    }
     locals.resize(locals.len().next_multiple_of(4), 0);
-    offsets.locals = append_sizes(words, &locals);
-    offsets.key_rows = append_sizes(words, &key_rows);
-    offsets.segments = append(words, segments.iter().map(|word| *word as i32));
-    offsets.histories = append(words, histories(pass).into_iter().flatten());
-    offsets.ranges = append_sizes(words, &ranges);
-    offsets.tiles = append(words, tiles.iter().flat_map(|(segment, first)| [*segment as i32, *first as i32]));
-    offsets.work = append(words, work.into_iter().flatten());
-    offsets.joints = append(words, joints.into_iter().flatten());
-    offsets.chunks = append_sizes(words, &chunks);
-    offsets.readouts = append_sizes(words, &readouts);
-    offsets.scores = append_sizes(words, &scores);
-    offsets.inv_freq = append(words, inv_freq.iter().map(|value| value.to_bits() as i32));
+
+    let words = &mut tables.words;
+    tables.offsets = Offsets {
+        tokens: append(words, tokens),
+        positions: append(words, positions),
+        segment_of: append(words, segment_of),
+        locals: append(words, locals),
+        key_rows: append(words, key_rows),
+        segments: append(words, segments),
+        histories: append(words, histories),
+        ranges: append(words, ranges),
+        tiles: append(words, tiles),
+        work: append(words, work),
+        joints: append(words, joints),
+        chunks: append(words, chunks),
+        readouts: append(words, readouts),
+        scores: append(words, scores),
+        inv_freq: append(words, inv_freq.iter().map(|value| value.to_bits() as i32)),
+    };
     tables.host = host;
     Ok(tables)
 }
@@ -298,8 +362,27 @@ fn append(words: &mut Vec<i32>, table: impl IntoIterator<Item = i32>) -> usize {
     offset
 }
 
-fn append_sizes(words: &mut Vec<i32>, table: &[usize]) -> usize {
-    append(words, table.iter().map(|size| *size as i32))
+fn integers(sizes: &[usize]) -> Vec<i32> {
+    sizes.iter().map(|size| *size as i32).collect()
+}
+
+impl Host {
+    /// What launches of every pass of a shape are made from.
+    fn pad(&mut self, shape: Shape) {
+        self.rows = shape.rows;
+        self.segments = shape.launched();
+        let level =
+            |first: usize, count: usize| Level { first, count, short: true, long: shape.rows > CHUNK };
+        self.levels = vec![level(0, shape.first_level())];
+        if shape.fresh {
+            self.levels.push(level(1, shape.launched() - 1));
+        }
+        self.keeps = shape.fresh;
+        self.tiles = shape.tiles();
+        self.waves = vec![Wave { work: shape.work(), joints: shape.joints(), ..Wave::default() }];
+        self.chunks = shape.chunks();
+        self.readout_rows = shape.readout_rows();
+    }
 }
 
 /// Per segment, what the convolution reads before its first row, newest last: a row of the pass, -1 for zero, or
@@ -465,7 +548,7 @@ mod tests {
             segment(17..18, 17, Some(4), None, 1),
             segment(18..20, 17, Some(4), None, 1),
         ]);
-        let host = tables(&pass, &[1.0, 0.5]).unwrap().host;
+        let host = tables(&pass, &[1.0, 0.5], None).unwrap().host;
         let level = |first, count| Level { first, count, short: true, long: false };
         assert_eq!(host.levels, [level(0, 1), level(1, 2)]);
         assert_eq!((host.slots, host.key_rows, host.tiles, host.vocabulary), (5, 220, 4, 20));
@@ -527,6 +610,6 @@ mod tests {
             segments: vec![segment(0..1, 0, None, None, 0)],
             readouts: Vec::new(),
         };
-        assert!(matches!(tables(&broken, &[]), Err(BackendError::Pass(_))));
+        assert!(matches!(tables(&broken, &[], None), Err(BackendError::Pass(_))));
     }
 }

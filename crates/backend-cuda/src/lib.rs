@@ -1,7 +1,7 @@
 //! Owns the operations of the forward pass on NVIDIA GPUs, one device each. Knows no checkpoint, no request, no scheduler.
 //!
 //! Reading order: `engine` (a GPU and an arithmetic), `ops` (the contract's operations as kernel launches), `mixers`
-//! (their tensor-core paths), `layout` (a pass as tables the kernels read), `gemm` and `tuning` (projections and how
+//! (their tensor-core paths), `layout` (a pass as tables the kernels read), `shapes` (what passes are padded to), `gemm` and `tuning` (projections and how
 //! their algorithms are chosen), `weights`, `device` (context, stream, memory), `module` (finding and loading kernels).
 //! The kernels are in `kernels/*.cu`, one family a file; docs/cuda.md says how they are built and what was measured.
 
@@ -13,6 +13,7 @@ mod layout;
 mod mixers;
 mod module;
 mod ops;
+mod shapes;
 mod tuning;
 mod weights;
 

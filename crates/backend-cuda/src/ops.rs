@@ -1,13 +1,16 @@
 //! Owns the contract's operations as launches: sizes checked here, then one kernel (or product) each. Knows no layer.
 #![allow(unsafe_code)] // Hands device addresses to cuBLASLt.
 
-use backend::{Attention, DType, DeltaNet, HostTensor, Ops, Pass, Projection, Result, Role};
+use std::sync::{Arc, PoisonError};
+
+use backend::{Attention, DType, DeltaNet, Extent, HostTensor, Ops, Pass, Projection, Result, Role};
 
 use crate::device::{Arguments, Buffer};
-use crate::engine::{CudaOps, Profile, Weight, contract, holds, is, letter};
+use crate::engine::{CudaOps, Profile, Recorded, Weight, contract, holds, is, letter};
 use crate::gemm::Gemm;
-use crate::layout::{HISTORY, Layout};
+use crate::layout::{HISTORY, Layout, LayoutMemory};
 use crate::mixers::attention_shared;
+use crate::shapes::Shape;
 use crate::weights::{check_tensor, floats, widened};
 
 /// Rows that one thread of the convolution makes: `CONV_RUN` in `conv.cu`.
@@ -67,16 +70,50 @@ impl Ops for CudaOps {
     }
 
     fn layout(&self, pass: &Pass, inv_freq: &[f32]) -> Result<Layout> {
-        let layout = Layout::new(&self.device, pass, inv_freq)?;
-        let items = layout.host.rows * layout.host.rotary_pairs;
-        let arguments = Arguments::default()
-            .pointer(layout.positions())
-            .pointer(layout.inv_freq())
-            .pointer(layout.rotary())
-            .int(layout.host.rows)
-            .int(layout.host.rotary_pairs);
-        self.launch("rotary_table", (items.div_ceil(256), 1, 1), 256, arguments)?;
+        let shape = if self.graphs { Shape::of(pass) } else { None };
+        // A shape that was not recorded at start is not recorded while a request waits.
+        let prepared = shape.and_then(|shape| self.prepared(shape)).filter(|(_, recorded)| *recorded);
+        let (shape, memory) = (shape.filter(|_| prepared.is_some()), prepared.map(|(memory, _)| memory));
+        let layout = Layout::new(&self.device, pass, inv_freq, shape, memory)?;
+        self.rotate(&layout)?;
         Ok(layout)
+    }
+
+    fn extent(&self, layout: &Layout) -> Extent {
+        Extent { rows: layout.host.rows, readout_rows: layout.host.readout_rows }
+    }
+
+    fn shapes(&self) -> usize {
+        if self.graphs { Shape::all().len() } else { 0 }
+    }
+
+    fn padding(&self, index: usize, inv_freq: &[f32]) -> Result<Layout> {
+        let shape = Shape::all().get(index).copied();
+        let shape = shape.ok_or_else(|| contract("padding", format!("there is no shape {index}")))?;
+        let memory = self.prepared(shape).map(|(memory, _)| memory);
+        let layout = Layout::new(&self.device, &Pass::default(), inv_freq, Some(shape), memory)?;
+        self.rotate(&layout)?;
+        self.recordings
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(shape)
+            .or_insert_with(|| Recorded { recording: None, memory: layout.memory() });
+        Ok(layout)
+    }
+
+    fn submit(&self, layout: &Layout, operations: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let Some(shape) = layout.shape else { return operations() };
+        let mut recordings = self.recordings.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(recorded) = recordings.get_mut(&shape) else { return operations() };
+        match &recorded.recording {
+            Some(recording) => recording.replay(),
+            None => {
+                // Once for real, so that everything they borrow is there, then for the record.
+                operations()?;
+                recorded.recording = Some(self.record(operations)?);
+                Ok(())
+            }
+        }
     }
 
     fn embed(&self, table: &Weight, layout: &Layout, out: &mut Buffer) -> Result<()> {
@@ -466,6 +503,26 @@ impl Ops for CudaOps {
             .float(1.0 / (head_dim as f32).sqrt());
         self.launch("pointer_scores", (host.options.div_ceil(8), 1, 1), 256, arguments)?;
         Ok(floats(&logits.download(host.options * 4)?))
+    }
+}
+
+impl CudaOps {
+    /// Computes a layout's rotary angles.
+    fn rotate(&self, layout: &Layout) -> Result<()> {
+        let items = layout.host.rows * layout.host.rotary_pairs;
+        let arguments = Arguments::default()
+            .pointer(layout.positions())
+            .pointer(layout.inv_freq())
+            .pointer(layout.rotary())
+            .int(layout.host.rows)
+            .int(layout.host.rotary_pairs);
+        self.launch("rotary_table", (items.div_ceil(256), 1, 1), 256, arguments)
+    }
+
+    /// The tables of a shape that [`Ops::padding`] made a layout of, and whether its operations are recorded.
+    fn prepared(&self, shape: Shape) -> Option<(Arc<LayoutMemory>, bool)> {
+        let recordings = self.recordings.lock().unwrap_or_else(PoisonError::into_inner);
+        recordings.get(&shape).map(|prepared| (Arc::clone(&prepared.memory), prepared.recording.is_some()))
     }
 }
 

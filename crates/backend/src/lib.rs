@@ -5,6 +5,6 @@ pub mod ops;
 pub mod pass;
 pub mod tensor;
 
-pub use ops::{Attention, BackendError, DeltaNet, Ops, Result, Role};
+pub use ops::{Attention, BackendError, DeltaNet, Extent, Ops, Result, Role};
 pub use pass::{KeyRange, Pass, PassError, Readout, Segment};
 pub use tensor::{DType, HostTensor, LowRank, Projection};

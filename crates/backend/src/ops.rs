@@ -115,6 +115,15 @@ impl Attention {
     }
 }
 
+/// Rows that operations over a layout run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Rows of the packed batch.
+    pub rows: usize,
+    /// Gathered rows: per readout its `decide` row and its options.
+    pub readout_rows: usize,
+}
+
 /// The operations of the backbone and the pointer head.
 ///
 /// Formulas are those of the Qwen3.5 text backbone (docs/architecture.md, "The forward pass"); `silu(x) = x / (1 + e^-x)`,
@@ -156,6 +165,29 @@ pub trait Ops: Send + Sync + 'static {
 
     /// Prepares a pass. `inv_freq` has `rotary_dim / 2` entries; rotary angles are `position as f32 * inv_freq[j]`.
     fn layout(&self, pass: &Pass, inv_freq: &[f32]) -> Result<Self::Layout>;
+
+    /// How many rows operations over a layout run on, and how many readout rows: those of the pass, or more where the
+    /// backend pads a pass to a shape it has prepared. Padding changes no other row.
+    fn extent(&self, layout: &Self::Layout) -> Extent;
+
+    /// How many shapes of passes the backend can prepare: a layout of such a shape is submitted as one piece.
+    fn shapes(&self) -> usize {
+        0
+    }
+
+    /// A layout of nothing but padding, of shape `index` of [`Ops::shapes`].
+    fn padding(&self, index: usize, inv_freq: &[f32]) -> Result<Self::Layout> {
+        let _ = inv_freq;
+        Err(BackendError::Contract { operation: "padding", reason: format!("there is no shape {index}") })
+    }
+
+    /// Submits the operations of a pass from [`Ops::embed`] to its last norm, all over `layout` and always over the same
+    /// other buffers; they must not wait for the device. A backend may record them for a prepared shape and replay the
+    /// record from then on.
+    fn submit(&self, layout: &Self::Layout, operations: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let _ = layout;
+        operations()
+    }
 
     /// `out[r] = table[tokens[r]]`; `table [vocab, hidden]`, `out [rows, hidden]` residual.
     fn embed(&self, table: &Self::Weight, layout: &Self::Layout, out: &mut Self::Buffer) -> Result<()>;

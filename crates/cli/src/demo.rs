@@ -120,8 +120,8 @@ fn show(address: SocketAddr, key: Option<&str>) -> Result<()> {
         let (answer, timing) = post(&url, key, &request)?;
         if request != last.0 {
             println!("\n{answer:#}");
-        } else if answer == last.1 {
-            println!("\n(the same answer, bit for bit)");
+        } else if answer["answers"] == last.1["answers"] {
+            println!("\n(the same answers, bit for bit)");
         } else {
             return Err(Internal("the cached document was answered otherwise".to_owned()).into());
         }

@@ -80,6 +80,9 @@ pub(crate) struct EngineArguments {
     /// Tokens of a pass, a multiple of 64; by default 8192 on a GPU, 512 on the CPU
     #[arg(long, env = "OMNI_KEV_BATCH_TOKENS")]
     batch_tokens: Option<usize>,
+    /// Launch every operation of every pass instead of replaying recorded ones
+    #[arg(long, env = "OMNI_KEV_NO_CUDA_GRAPHS")]
+    no_cuda_graphs: bool,
     /// Threads of the CPU; 0 means one per core
     #[arg(long, env = "OMNI_KEV_THREADS", default_value_t = 0)]
     threads: usize,
@@ -172,8 +175,8 @@ impl EngineArguments {
             Profile::Exact => CudaProfile::Exact,
             Profile::Fast => CudaProfile::Fast,
         };
-        let executor =
-            open_cuda(export, &options, CudaOptions { ordinal: self.devices, profile: arithmetic })?;
+        let cuda = CudaOptions { ordinal: self.devices, profile: arithmetic, graphs: !self.no_cuda_graphs };
+        let executor = open_cuda(export, &options, cuda)?;
         let description = executor.describe();
         let memory = Some(executor.device_memory());
         let processor = arguments.processor(export, &options);

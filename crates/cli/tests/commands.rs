@@ -81,8 +81,16 @@ fn the_demo_answers_three_requests_and_ends() {
     assert_eq!(text.matches("POST http://").count(), 3, "{text}");
     assert_eq!(text.matches("server-timing: app;dur=").count(), 3, "{text}");
     assert_eq!(text.matches("\"input_tokens\"").count(), 2, "{text}");
-    assert!(text.contains("(the same answer, bit for bit)"), "{text}");
+    assert!(text.contains("(the same answers, bit for bit)"), "{text}");
     assert!(text.contains("weights are random"), "{text}");
+}
+
+#[test]
+fn the_demo_takes_the_options_that_change_a_response() {
+    let output =
+        omni_kev(&["demo", "--once", "--port", "0", "--kev-latency-ms", "--cached-token-details"], b"");
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    assert!(stdout(&output).contains("latency_ms") && stdout(&output).contains("cached_tokens"));
 }
 
 #[test]

@@ -22,6 +22,15 @@ pub fn cuda_devices() -> usize {
 pub type DeviceMemory = Box<dyn Fn() -> Option<(usize, usize)> + Send>;
 
 impl Executor<CudaOps> {
+    /// Makes the device fail asynchronously; for tests of what follows.
+    ///
+    /// # Errors
+    /// [`backend::BackendError::Device`].
+    #[cfg(feature = "gpu")]
+    pub fn fail_device(&self) -> backend::Result<()> {
+        self.ops().fail()
+    }
+
     /// A way to ask for the device's memory while the executor is busy.
     pub fn device_memory(&self) -> DeviceMemory {
         let device = Arc::clone(self.ops().device());

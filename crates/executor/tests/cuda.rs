@@ -22,7 +22,7 @@ fn options(pass_tokens: usize) -> ExecutorOptions {
 }
 
 fn open(export: &Export, profile: CudaProfile, options: ExecutorOptions) -> impl Execute {
-    open_cuda(export, &options, CudaOptions { ordinal: 0, profile }).unwrap()
+    open_cuda(export, &options, CudaOptions { ordinal: 0, profile, graphs: true }).unwrap()
 }
 
 fn bits(outcome: &Outcome) -> Vec<Vec<u32>> {
@@ -114,6 +114,30 @@ fn company_passes_and_the_cache_change_no_bit() {
 }
 
 #[test]
+fn recorded_passes_give_the_bits_of_launched_ones() {
+    let (_dir, export) = released_heads(3).unwrap();
+    let mut random = Trees::new(8, export.geometry.vocab);
+    for profile in PROFILES {
+        let open =
+            |graphs| open_cuda(&export, &options(4096), CudaOptions { ordinal: 0, profile, graphs }).unwrap();
+        let (mut recorded, mut launched) = (open(true), open(false));
+        // Around the edges of every shape: rows, questions, gathered rows, spans of keys; new, then kept.
+        for rows in [20, 31, 32, 33, 63, 64, 65, 200, 293, 319, 320, 321, 500, 512, 513, 600, 1100, 3000] {
+            for questions in [1, 2, 7, 8, 9] {
+                let length = 12 + random.below(12);
+                let state = if rows > questions * length { rows - questions * length } else { 5 };
+                let tree = random.tree(state, &vec![length; questions]);
+                for round in ["new", "kept"] {
+                    let first = bits(&recorded.execute(std::slice::from_ref(&tree)).unwrap()[0]);
+                    let second = bits(&launched.execute(std::slice::from_ref(&tree)).unwrap()[0]);
+                    assert_eq!(first, second, "{profile:?} {rows} rows, {questions} questions, {round}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn questions_in_another_order_get_the_same_bits() {
     let (_dir, export) = released_heads(3).unwrap();
     for profile in PROFILES {
@@ -136,7 +160,7 @@ fn a_plan_that_the_device_cannot_hold_is_refused_with_its_parts() {
     let error = open_cuda(
         &export,
         &ExecutorOptions { cache, ..options(512) },
-        CudaOptions { ordinal: 0, profile: CudaProfile::Fast },
+        CudaOptions { ordinal: 0, profile: CudaProfile::Fast, graphs: true },
     );
     match error {
         Err(ExecutorError::Memory { .. } | ExecutorError::Model(_)) => {}

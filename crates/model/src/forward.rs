@@ -1,7 +1,7 @@
 //! Owns the forward pass: one layer loop that runs any pass, and the memory it needs, planned at start.
 
 use artifact::{Export, LayerKind};
-use backend::{Attention, DeltaNet, Ops, Pass, Role};
+use backend::{Attention, DeltaNet, Extent, Ops, Pass, Role};
 
 use crate::weights::{Mixer, ModelError, WeightSet, Weights, attention, delta_net};
 
@@ -24,6 +24,7 @@ pub struct Model<B: Ops> {
     weights: Weights<B>,
     delta_net: DeltaNet,
     attention: Attention,
+    vocab: usize,
     hidden: usize,
     intermediate: usize,
     head_dim: usize,
@@ -161,9 +162,10 @@ impl<B: Ops> Model<B> {
             })
             .collect::<Result<Vec<_>, ModelError>>()?;
         ops.warm_up(rows)?;
-        Ok(Self {
+        let mut model = Self {
             inv_freq: inverse_frequencies(g.rope_theta, g.rotary_dim),
             eps: g.rms_eps as f32,
+            vocab: g.vocab,
             hidden: g.hidden,
             intermediate: g.intermediate,
             head_dim: export.head.head_dim,
@@ -174,7 +176,20 @@ impl<B: Ops> Model<B> {
             sizes,
             work,
             arenas,
-        })
+        };
+        // Largest first: what it borrows serves the others.
+        for index in (0..model.ops.shapes()).rev() {
+            let padding = model.ops.padding(index, &model.inv_freq)?;
+            if model.fits(&padding) {
+                model.submit(&padding)?;
+            }
+        }
+        Ok(model)
+    }
+
+    fn fits(&self, layout: &B::Layout) -> bool {
+        let Extent { rows, readout_rows } = self.ops.extent(layout);
+        rows <= self.sizes.pass_rows && readout_rows <= self.sizes.readout_rows
     }
 
     /// The backend.
@@ -198,7 +213,9 @@ impl<B: Ops> Model<B> {
     /// [`ModelError::Capacity`] for a pass larger than planned, [`ModelError::Backend`] otherwise.
     pub fn run(&mut self, pass: &Pass) -> Result<Vec<f32>, ModelError> {
         let readout_rows: usize = pass.readouts.iter().map(|readout| 1 + readout.options.len()).sum();
+        let largest = pass.tokens.iter().max().map_or(0, |token| *token as usize);
         for (what, found, planned) in [
+            ("as largest token id", largest, self.vocab - 1),
             ("rows", pass.rows(), self.sizes.pass_rows),
             ("readout rows", readout_rows, self.sizes.readout_rows),
         ] {
@@ -208,28 +225,11 @@ impl<B: Ops> Model<B> {
         }
         pass.validate(self.sizes.slots, self.sizes.key_rows).map_err(backend::BackendError::from)?;
         let layout = self.ops.layout(pass, &self.inv_freq)?;
-        self.ops.embed(&self.weights.embedding, &layout, &mut self.work.residual)?;
-        let last = self.weights.layers.len() - 1;
-        let first_norm = &self.weights.layers[0].input_norm;
-        self.ops.rms_norm(&self.work.residual, first_norm, self.eps, pass.rows(), &mut self.work.normed)?;
-        for index in 0..last {
-            self.mixer(index, pass.rows(), &layout)?;
-            self.feed_forward(index, pass.rows(), false)?;
-        }
-        self.mixer(last, pass.rows(), &layout)?;
+        self.submit(&layout)?;
         if readout_rows == 0 {
             return Ok(Vec::new());
         }
-        // Nothing after the last mixer looks at another row, so only the rows that are read go on.
-        let mixed_width = match self.weights.layers[last].mixer {
-            Mixer::Linear { .. } => self.delta_net.value_width(),
-            Mixer::Full { .. } => self.attention.heads * self.attention.head_dim,
-        };
-        let work = &mut self.work;
-        self.ops.gather_readouts(&work.inner, mixed_width, &layout, &mut work.readout_mixed)?;
-        self.ops.gather_readouts(&work.residual, self.hidden, &layout, &mut work.readout_residual)?;
-        self.feed_forward(last, readout_rows, true)?;
-        Ok(self.ops.pointer_head(
+        let mut logits = self.ops.pointer_head(
             &self.work.readout_hidden,
             &self.weights.query_weight,
             &self.weights.query_bias,
@@ -238,47 +238,106 @@ impl<B: Ops> Model<B> {
             self.hidden,
             self.head_dim,
             &layout,
-        )?)
+        )?;
+        // A padded layout has padding readouts behind its own.
+        logits.truncate(readout_rows - pass.readouts.len());
+        Ok(logits)
+    }
+
+    /// Submits everything from the embedding to the last norm.
+    fn submit(&mut self, layout: &B::Layout) -> Result<(), ModelError> {
+        let ops = &self.ops;
+        let mut forward = Forward {
+            ops,
+            weights: &self.weights,
+            delta_net: &self.delta_net,
+            attention: &self.attention,
+            hidden: self.hidden,
+            intermediate: self.intermediate,
+            eps: self.eps,
+            work: &mut self.work,
+            arenas: &mut self.arenas,
+            layout,
+            extent: ops.extent(layout),
+        };
+        Ok(ops.submit(layout, &mut || forward.operations())?)
+    }
+}
+
+/// The operations of one pass.
+struct Forward<'a, B: Ops> {
+    ops: &'a B,
+    weights: &'a Weights<B>,
+    delta_net: &'a DeltaNet,
+    attention: &'a Attention,
+    hidden: usize,
+    intermediate: usize,
+    eps: f32,
+    work: &'a mut Workspace<B>,
+    arenas: &'a mut [Arena<B>],
+    layout: &'a B::Layout,
+    extent: Extent,
+}
+
+impl<B: Ops> Forward<'_, B> {
+    fn operations(&mut self) -> backend::Result<()> {
+        let Extent { rows, readout_rows } = self.extent;
+        self.ops.embed(&self.weights.embedding, self.layout, &mut self.work.residual)?;
+        let last = self.weights.layers.len() - 1;
+        let first_norm = &self.weights.layers[0].input_norm;
+        self.ops.rms_norm(&self.work.residual, first_norm, self.eps, rows, &mut self.work.normed)?;
+        for index in 0..last {
+            self.mixer(index)?;
+            self.feed_forward(index, rows, false)?;
+        }
+        self.mixer(last)?;
+        if readout_rows == 0 {
+            return Ok(());
+        }
+        // Nothing after the last mixer looks at another row, so only the rows that are read go on.
+        let mixed_width = match self.weights.layers[last].mixer {
+            Mixer::Linear { .. } => self.delta_net.value_width(),
+            Mixer::Full { .. } => self.attention.heads * self.attention.head_dim,
+        };
+        let work = &mut *self.work;
+        self.ops.gather_readouts(&work.inner, mixed_width, self.layout, &mut work.readout_mixed)?;
+        self.ops.gather_readouts(&work.residual, self.hidden, self.layout, &mut work.readout_residual)?;
+        self.feed_forward(last, readout_rows, true)
     }
 
     /// From the normed residual stream to the mixer's output, before its output projection.
-    fn mixer(&mut self, index: usize, rows: usize, layout: &B::Layout) -> Result<(), ModelError> {
-        let (ops, work, shape) = (&self.ops, &mut self.work, &self.delta_net);
+    fn mixer(&mut self, index: usize) -> backend::Result<()> {
+        let (ops, work, shape, layout) = (self.ops, &mut *self.work, self.delta_net, self.layout);
+        let rows = self.extent.rows;
         match (&self.weights.layers[index].mixer, &mut self.arenas[index]) {
             (Mixer::Linear { in_proj, conv, a_log, dt_bias, norm, .. }, Arena::Linear { tails, states }) => {
                 ops.linear(&work.normed, in_proj, rows, &mut work.projected)?;
                 ops.conv_silu(&work.projected, conv, shape, layout, tails, &mut work.convolved)?;
                 ops.delta_gates(&work.projected, a_log, dt_bias, shape, rows, &mut work.gates)?;
                 ops.delta_rule(&work.convolved, &work.gates, shape, layout, states, &mut work.inner)?;
-                ops.gated_rms_norm(&mut work.inner, &work.projected, norm, self.eps, shape, rows)?;
+                ops.gated_rms_norm(&mut work.inner, &work.projected, norm, self.eps, shape, rows)
             }
             (Mixer::Full { in_proj, query_norm, key_norm, .. }, Arena::Full { keys, values }) => {
-                let shape = &self.attention;
+                let shape = self.attention;
                 ops.linear(&work.normed, in_proj, rows, &mut work.projected)?;
                 let (from, query) = (&work.projected, &mut work.query);
                 ops.query_key_value(
                     from, query_norm, key_norm, self.eps, shape, layout, query, keys, values,
                 )?;
-                ops.attention(&work.query, &work.projected, keys, values, shape, layout, &mut work.inner)?;
+                ops.attention(&work.query, &work.projected, keys, values, shape, layout, &mut work.inner)
             }
             // Arenas are made from the layers, one for one.
-            _ => {
-                return Err(backend::BackendError::from(backend::PassError(format!(
-                    "layer {index}: another kind of arena"
-                )))
-                .into());
-            }
+            _ => Err(backend::PassError(format!("layer {index}: another kind of arena")).into()),
         }
-        Ok(())
     }
 
     /// Output projection, MLP and the norm that follows; on the gathered rows after the last mixer.
-    fn feed_forward(&mut self, index: usize, rows: usize, gathered: bool) -> Result<(), ModelError> {
+    fn feed_forward(&mut self, index: usize, rows: usize, gathered: bool) -> backend::Result<()> {
         let layer = &self.weights.layers[index];
         let out_proj = match &layer.mixer {
             Mixer::Linear { out_proj, .. } | Mixer::Full { out_proj, .. } => out_proj,
         };
-        let (ops, work, eps) = (&self.ops, &mut self.work, self.eps);
+        let (ops, work, eps) = (self.ops, &mut *self.work, self.eps);
         let (mixed, residual) = if gathered {
             (&work.readout_mixed, &mut work.readout_residual)
         } else {
@@ -294,7 +353,7 @@ impl<B: Ops> Model<B> {
         } else {
             (&self.weights.layers[index + 1].input_norm, &mut work.normed)
         };
-        Ok(ops.add_rms_norm(residual, &work.delta, norm, eps, rows, out)?)
+        ops.add_rms_norm(residual, &work.delta, norm, eps, rows, out)
     }
 }
 

@@ -19,7 +19,7 @@ use backend_cuda::{CudaOps, CudaOptions, Profile};
 pub(crate) type Outcome = Result<String, String>;
 
 fn open(profile: Profile) -> Result<CudaOps, BackendError> {
-    CudaOps::open(CudaOptions { ordinal: 0, profile })
+    CudaOps::open(CudaOptions { ordinal: 0, profile, graphs: false })
 }
 
 fn main() -> ExitCode {
