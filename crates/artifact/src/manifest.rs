@@ -176,7 +176,7 @@ impl Manifest {
             ));
         }
         for (name, record) in &manifest.files {
-            if !crate::base::plain_name(name) || name == MANIFEST {
+            if !crate::base::plain_name(name) || [MANIFEST, SEAL].contains(&name.as_str()) {
                 return Err(ArtifactError::field(MANIFEST, "files", "plain file names", format!("{name:?}")));
             }
             let digest = &record.sha256;
