@@ -1,6 +1,7 @@
 //! Repository tasks. `cargo xtask ci` is the gate: the same command for people and machines.
 
 mod conformance;
+mod fuzz;
 mod kernels;
 mod python;
 mod tidy;
@@ -15,8 +16,11 @@ fn main() -> ExitCode {
         Some("ci") => ci(),
         Some("tidy") => tidy::check(&root()).map(|()| println!("tidy: ok")),
         Some("kernels") => kernels::build(&root(), &arguments[1..]).map(|_| ()),
+        Some("fuzz") => fuzz::all(&root(), arguments.get(1).map_or("60", String::as_str)),
         Some("conformance") => conformance::check(&root(), &binary(&root())),
-        _ => Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance".to_owned()),
+        _ => {
+            Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance | fuzz [SECONDS]".to_owned())
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -59,6 +59,16 @@ impl Base {
             .into_iter()
             .find(|prefix| places.contains_key(&format!("{prefix}embed_tokens.weight")))
             .ok_or_else(|| ArtifactError::format(INDEX, "no embed_tokens.weight under any known prefix"))?;
+        let mut holders: BTreeMap<&str, &str> = BTreeMap::new();
+        for (file, tensors) in &files {
+            for tensor in tensors.names() {
+                if let Some(first) = holders.insert(tensor, file) {
+                    let reason =
+                        format!("{tensor} is in two shards, here and in {first}: which one is meant?");
+                    return Err(ArtifactError::format(file, reason));
+                }
+            }
+        }
         let base = Self { geometry, dir: dir.to_owned(), prefix, files, places };
         for spec in base.geometry.tensors() {
             base.tensor(&spec)?;

@@ -20,36 +20,69 @@ pub(crate) fn merge(weight: &Tensor, lora: &LoraPair) -> Vec<u8> {
         || vec![0f32; input],
         |sum, (row, target)| {
             let source = &weight.data[row * input * element..(row + 1) * input * element];
-            // Inside `dispatch` the loops below are compiled for the fused multiply-add of the CPU they run on; without
-            // one, `mul_add` gives the same bits slowly.
-            arch.dispatch(|| {
-                sum.fill(0.0);
-                for (r, factor) in b[row * rank..(row + 1) * rank].iter().enumerate() {
-                    for (total, value) in sum.iter_mut().zip(&a[r * input..(r + 1) * input]) {
-                        *total = factor.mul_add(*value, *total);
-                    }
-                }
-                for (index, (total, target)) in sum.iter().zip(target.chunks_exact_mut(2)).enumerate() {
-                    let base = match weight.dtype {
-                        TensorType::BF16 => f32::from_bits(
-                            u32::from(u16::from_le_bytes([source[2 * index], source[2 * index + 1]])) << 16,
-                        ),
-                        TensorType::F32 => f32::from_le_bytes([
-                            source[4 * index],
-                            source[4 * index + 1],
-                            source[4 * index + 2],
-                            source[4 * index + 3],
-                        ]),
-                    };
-                    target.copy_from_slice(&round_bf16(base + lora.scale * total).to_le_bytes());
-                }
+            let factors = &b[row * rank..(row + 1) * rank];
+            arch.dispatch(Row {
+                dtype: weight.dtype,
+                source,
+                factors,
+                a: &a,
+                scale: lora.scale,
+                sum,
+                target,
             });
         },
     );
     merged
 }
 
+/// One row of a merge. As a body of its own, inlined, it is compiled for the fused multiply-add of the CPU it runs on; as a
+/// closure it would call a library for each. Without such an instruction `mul_add` gives the same bits slowly.
+struct Row<'a> {
+    dtype: TensorType,
+    source: &'a [u8],
+    factors: &'a [f32],
+    a: &'a [f32],
+    scale: f32,
+    sum: &'a mut [f32],
+    target: &'a mut [u8],
+}
+
+impl pulp::NullaryFnOnce for Row<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { dtype, source, factors, a, scale, sum, target } = self;
+        let input = sum.len();
+        sum.fill(0.0);
+        for (r, factor) in factors.iter().enumerate() {
+            for (total, value) in sum.iter_mut().zip(&a[r * input..(r + 1) * input]) {
+                *total = factor.mul_add(*value, *total);
+            }
+        }
+        match dtype {
+            TensorType::BF16 => {
+                for ((total, pair), target) in
+                    sum.iter().zip(source.chunks_exact(2)).zip(target.chunks_exact_mut(2))
+                {
+                    let base = f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
+                    target.copy_from_slice(&round_bf16(base + scale * total).to_le_bytes());
+                }
+            }
+            TensorType::F32 => {
+                for ((total, word), target) in
+                    sum.iter().zip(source.chunks_exact(4)).zip(target.chunks_exact_mut(2))
+                {
+                    let base = f32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                    target.copy_from_slice(&round_bf16(base + scale * total).to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
 /// Round to nearest even; NaN stays NaN.
+#[inline(always)]
 fn round_bf16(value: f32) -> u16 {
     half::bf16::from_f32(value).to_bits()
 }

@@ -240,3 +240,15 @@ fn tier_0_is_accepted_in_any_batching_and_a_missing_line_is_not() {
     assert_eq!(code(&invalid), 2);
     assert!(stderr(&invalid).contains("INVALID"), "{}", stderr(&invalid));
 }
+
+#[test]
+fn the_readme_shows_a_real_answer() {
+    let readme = include_str!("../../../README.md");
+    let blocks: Vec<&str> =
+        readme.split("```json\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    let [request, answer] = blocks[..] else { panic!("{} blocks", blocks.len()) };
+    let output = omni_kev(&["decide", &export_text(), "--backend", "cpu"], request.as_bytes());
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let json = |text: &str| -> serde_json::Value { serde_json::from_str(text).unwrap() };
+    assert_eq!(json(&stdout(&output)), json(answer));
+}
