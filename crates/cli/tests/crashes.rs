@@ -62,7 +62,7 @@ fn killed_at_any_moment_an_export_is_whole_or_absent() {
 #[test]
 fn without_space_an_export_is_refused_and_leaves_nothing() {
     // A limit on the size of files fails a write as a full disk does. Every size ends in another file.
-    for (blocks, named) in [("1", "model-00001"), ("2000", "model-00001"), ("4500", "model-00001")] {
+    for (blocks, named) in [("1", "model-00001"), ("2000", "model-00001"), ("3000", "model-00001")] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("export");
         let arguments = checkpoint(dir.path(), &out);

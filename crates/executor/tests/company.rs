@@ -127,3 +127,16 @@ fn the_longest_row_that_was_planned_for_fits_and_warm_up_succeeds() {
     let outcome = executor.execute(std::slice::from_ref(&tree)).unwrap().remove(0);
     assert_eq!(bits(&outcome), alone(&export, &[tree])[0]);
 }
+
+#[test]
+fn a_failed_operation_retires_the_model() {
+    let (_dir, export) = tiny(3).unwrap();
+    let mut executor = open(&export, ExecutorOptions::default());
+    let good = Trees::new(9, export.geometry.vocab).tree(45, &[30, 40]);
+    assert_eq!(executor.execute(std::slice::from_ref(&good)).unwrap()[0].logits.len(), 2);
+    // No such token exists, so the first operation of the pass fails; validation keeps this from real requests.
+    let broken = Tree { state: [u32::MAX].into(), ..good.clone() };
+    let first = executor.execute(&[broken]).unwrap_err();
+    let again = executor.execute(&[good]).unwrap_err();
+    assert_eq!(again.reason, first.reason);
+}
