@@ -70,7 +70,7 @@ fn rendered(api: &Value) -> String {
             write!(out, "{}\n\n", text(schema, "description")).unwrap();
         }
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else {
-            write!(out, "{}\n", type_name(schema)).unwrap();
+            writeln!(out, "{}", type_name(schema)).unwrap();
             continue;
         };
         let required = schema.get("required").and_then(Value::as_array).cloned().unwrap_or_default();
