@@ -248,12 +248,15 @@ fn pins_hold_an_export_to_every_field_they_name() {
     copy.refused(&["kev-4b", "pinned"]);
 }
 
+/// A change of a safetensors file's header and body.
+type Change<'a> = dyn Fn(&mut serde_json::Map<String, Value>, &mut Vec<u8>) + 'a;
+
 #[test]
 fn safetensors_headers_are_checked_to_the_byte() {
     for name in [SHARD, EXACT, HEAD] {
         let first =
             split(&Copy::export().read(name)).0.keys().find(|key| *key != "__metadata__").unwrap().clone();
-        let with = |named: &[&str], change: &dyn Fn(&mut serde_json::Map<String, Value>, &mut Vec<u8>)| {
+        let with = |named: &[&str], change: &Change<'_>| {
             let copy = Copy::export();
             copy.tensors(name, |header, body| change(header, body));
             copy.refused(named);
