@@ -12,6 +12,7 @@ use processor::{Processor, ProcessorOptions};
 use scheduler::Execute;
 
 use crate::Internal;
+use crate::progress::Shown;
 
 /// Longest body read from a file or standard input.
 const MAX_BODY: u64 = 64 << 20;
@@ -211,7 +212,7 @@ pub(crate) fn run_trees(engine: &mut impl Execute, trees: &[Tree]) -> Result<Vec
 /// Opens and verifies an export.
 pub(crate) fn open(dir: &Path, pins: Option<&PathBuf>) -> Result<Export> {
     let pins = pins.map(|path| Pins::read(path)).transpose()?;
-    Ok(Export::open(dir, &OpenOptions { pins })?)
+    Ok(Export::open_with_progress(dir, &OpenOptions { pins }, &Shown::new())?)
 }
 
 /// Bytes of a file, or of standard input for `-` or no name.

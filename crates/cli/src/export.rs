@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use artifact::{ExportOptions, Pins, Silent, export};
+use artifact::{ExportOptions, Pins, export};
+
+use crate::progress::Shown;
 
 /// Arguments of `export`.
 #[derive(clap::Args)]
@@ -34,7 +36,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         exact_companion: !arguments.no_exact,
         commit: option_env!("OMNI_KEV_COMMIT").map(str::to_owned),
     };
-    let summary = export(&options, &Silent)?;
+    let summary = export(&options, &Shown::new())?;
     let manifest = &summary.manifest;
     eprintln!(
         "exported {} ({} modules merged, {} files, {} bytes) to {}",

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use artifact::Silent;
 use artifact::synth::{Preset, synthesize};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
+
+use crate::progress::Shown;
 
 /// A preset on the command line.
 #[derive(Clone, Copy)]
@@ -46,7 +47,7 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let summary = synthesize(&arguments.geometry.0.recipe(), arguments.seed, &arguments.out, &Silent)?;
+    let summary = synthesize(&arguments.geometry.0.recipe(), arguments.seed, &arguments.out, &Shown::new())?;
     eprintln!(
         "synthesized {} with seed {}: {} bytes in {}, random weights",
         arguments.geometry.0.name(),
