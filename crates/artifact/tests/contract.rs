@@ -456,6 +456,19 @@ fn delimiters_are_single_distinct_tokens() {
         without("tokenizer_config.json");
         copy.refused(&["tokenizer.json", name]);
     }
+    // A delimiter that is a word of the vocabulary and no token of its own: text would be split before it is looked up.
+    let copy = Copy::export();
+    let mut definition = copy.json("tokenizer.json");
+    let added = definition["added_tokens"].as_array_mut().unwrap();
+    let place = added.iter().position(|token| token["content"] == "<|box_end|>").unwrap();
+    let id = added.remove(place)["id"].as_u64().unwrap();
+    let words = definition["model"]["vocab"].as_object().unwrap().len();
+    definition["model"]["vocab"]["<|box_end|>"] = json!(words);
+    copy.replace("tokenizer.json", definition.to_string().as_bytes());
+    let mut config = copy.json("tokenizer_config.json");
+    config["added_tokens_decoder"].as_object_mut().unwrap().remove(&id.to_string());
+    copy.replace("tokenizer_config.json", config.to_string().as_bytes());
+    copy.refused(&["<|box_end|>", "expected one"]);
     // Two delimiters of one id.
     let copy = Copy::export();
     let mut definition = copy.json("tokenizer.json");

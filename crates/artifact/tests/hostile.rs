@@ -30,7 +30,7 @@ fn shard(copy: &Copy) -> String {
 fn refused(copy: &Copy, named: &[&str]) {
     let out = copy.root().with_file_name("export");
     let message = match exported(&copy.root(), &out) {
-        Ok(_) => "exported".to_owned(),
+        Ok(_) => panic!("exported, expected a refusal that names {named:?}"),
         Err(error) => error.to_string(),
     };
     for name in named {

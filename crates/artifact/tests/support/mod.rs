@@ -103,7 +103,9 @@ impl Copy {
 
     /// The refusal of it as an export, which must contain every one of `named`.
     pub(crate) fn refused(&self, named: &[&str]) {
-        let message = self.open().err().unwrap_or_else(|| "opened".to_owned());
+        let message = self.open().err();
+        assert!(message.is_some(), "opened, expected a refusal that names {named:?}");
+        let message = message.unwrap_or_default();
         for name in named {
             assert!(message.contains(name), "{name:?} is not in {message:?}");
         }
