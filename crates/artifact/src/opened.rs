@@ -70,10 +70,46 @@ impl Export {
     /// # Errors
     /// As [`Export::open`].
     pub fn open_with_progress(dir: &Path, options: &OpenOptions, progress: &dyn Progress) -> Result<Self> {
-        let manifest_path = dir.join(MANIFEST);
-        let manifest_bytes = read_manifest(&manifest_path)?;
+        let (export, ()) = Self::open_while(dir, options, progress, |_| ())?;
+        Ok(export)
+    }
+
+    /// Opens an export and hashes its shards while `load` makes a model of them, whose result is only given out when every
+    /// digest was right. Everything else of the load contract, the digests of all other files included, is checked before.
+    ///
+    /// # Errors
+    /// As [`Export::open`]; a wrong digest goes before any outcome of `load`.
+    pub fn open_while<T>(
+        dir: &Path,
+        options: &OpenOptions,
+        progress: &dyn Progress,
+        load: impl FnOnce(&Self) -> T,
+    ) -> Result<(Self, T)> {
+        let manifest_bytes = read_manifest(&dir.join(MANIFEST))?;
         check_seal(dir, &manifest_bytes)?;
         let manifest = Manifest::parse(&manifest_bytes)?;
+        progress.begin("verify", manifest.files.values().map(|record| record.size).sum());
+        let export = Self::checked(dir, options, manifest, &manifest_bytes, progress)?;
+        let (hashed, loaded) = std::thread::scope(|scope| {
+            let hashing = scope.spawn(|| check_hashes(dir, &export.manifest, Part::Shards, progress));
+            let loaded = load(&export);
+            (hashing.join(), loaded)
+        });
+        match hashed {
+            Ok(outcome) => outcome?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+        Ok((export, loaded))
+    }
+
+    /// The load contract but for the digests of shards.
+    fn checked(
+        dir: &Path,
+        options: &OpenOptions,
+        manifest: Manifest,
+        manifest_bytes: &[u8],
+        progress: &dyn Progress,
+    ) -> Result<Self> {
         check_files(dir, &manifest)?;
         if manifest.profile != CUSTOM {
             let known = Pins::kev_4b();
@@ -86,7 +122,7 @@ impl Export {
         if let Some(pins) = &options.pins {
             pins.check(&manifest)?;
         }
-        check_hashes(dir, &manifest, progress)?;
+        check_hashes(dir, &manifest, Part::Others, progress)?;
 
         let geometry = Geometry::from_config(&read_json(&dir.join("config.json"))?)?;
         if manifest.geometry != (&geometry).into() {
@@ -109,7 +145,7 @@ impl Export {
         }
         Ok(Self {
             dir: dir.to_owned(),
-            manifest_sha256: hex::encode(Sha256::digest(&manifest_bytes)),
+            manifest_sha256: hex::encode(Sha256::digest(manifest_bytes)),
             temperature: manifest.temperature,
             manifest,
             geometry,
@@ -238,10 +274,20 @@ fn check_files(dir: &Path, manifest: &Manifest) -> Result<()> {
     Ok(())
 }
 
-/// Recomputes every digest, several files at a time: SHA-256 itself is sequential.
-fn check_hashes(dir: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<()> {
-    progress.begin("verify", manifest.files.values().map(|record| record.size).sum());
-    let mut files: Vec<(&String, &FileRecord)> = manifest.files.iter().collect();
+/// Which files are hashed: shards of weights while a model is made of them, all others before anything else is looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Shards,
+    Others,
+}
+
+/// Recomputes digests, several files at a time: SHA-256 itself is sequential.
+fn check_hashes(dir: &Path, manifest: &Manifest, part: Part, progress: &dyn Progress) -> Result<()> {
+    let shard = |name: &str| {
+        name.ends_with(".safetensors") && ["model-", "exact-"].iter().any(|stem| name.starts_with(stem))
+    };
+    let mut files: Vec<(&String, &FileRecord)> =
+        manifest.files.iter().filter(|(name, _)| shard(name) == (part == Part::Shards)).collect();
     files.sort_by_key(|(_, record)| std::cmp::Reverse(record.size));
     let mut failures: Vec<(usize, ArtifactError)> = files
         .par_iter()

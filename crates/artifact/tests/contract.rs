@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-use artifact::{Export, OpenOptions, Pins};
+use artifact::{Export, OpenOptions, Pins, Silent};
 use serde_json::{Value, json};
 use support::{Copy, EXACT, HEAD, INDEX, MANIFEST, SEAL, SHARD, joined, span, split};
 
@@ -92,6 +92,25 @@ fn one_flipped_bit_in_any_file_is_found_and_the_file_named() {
             copy.refused(&[&name]);
         }
     }
+}
+
+#[test]
+fn nothing_loaded_beside_a_wrong_digest_is_given_out() {
+    let copy = Copy::export();
+    let mut bytes = copy.read(SHARD);
+    let at = bytes.len() - 1;
+    bytes[at] ^= 1;
+    copy.write(SHARD, &bytes);
+    let loads = std::cell::Cell::new(0);
+    let opened =
+        Export::open_while(&copy.root(), &OpenOptions::default(), &Silent, |_| loads.set(loads.get() + 1));
+    let message = opened.map(|_| ()).unwrap_err().to_string();
+    assert!(message.contains(SHARD) && message.contains("SHA-256"), "{message}");
+    assert_eq!(loads.get(), 1, "the shards are hashed while a model is made of them");
+    let good = Export::open_while(&Copy::export().root(), &OpenOptions::default(), &Silent, |export| {
+        export.temperature
+    });
+    assert_eq!(good.unwrap().1, 2.406050072164233);
 }
 
 #[test]
@@ -478,7 +497,7 @@ fn delimiters_are_single_distinct_tokens() {
         token["id"] = id.clone();
     }
     copy.replace("tokenizer.json", definition.to_string().as_bytes());
-    copy.refused(&["token"]);
+    copy.refused(&["tokenizer.json", "<|box_"]);
     // A tokenizer for a larger embedding than there is.
     let copy = Copy::export();
     let mut definition = copy.json("tokenizer.json");

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use decision::{Branch, Tree};
 use serde_json::{Value, json};
 
-use crate::engine::{Engine, EngineArguments, ProcessorArguments, open, run_trees};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine, run_trees};
 
 /// Arguments of `bench`.
 #[derive(clap::Args)]
@@ -58,12 +58,12 @@ const BATCH: usize = 64;
 const LENGTHS: usize = 200;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let export = open(&arguments.export, None)?;
     let started = Instant::now();
-    let mut engine = arguments.engine.engine(&export, &arguments.processor)?;
+    let (export, mut engine) =
+        open_engine(&arguments.export, None, &arguments.engine, &arguments.processor, |_| Ok(()))?;
     executor::warm_up(&mut engine.execute, &export).map_err(|error| anyhow::anyhow!("{error}"))?;
     let load = started.elapsed();
-    println!("{}; loaded and warmed up in {:.2} s", engine.description, load.as_secs_f64());
+    println!("{}; verified, loaded and warmed up in {:.2} s", engine.description, load.as_secs_f64());
     let mut bench = Bench {
         engine,
         tokens: Tokens { seed: 1, vocab: export.tokenizer().vocab_size().min(export.geometry.vocab) },

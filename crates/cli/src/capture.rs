@@ -11,7 +11,9 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::Internal;
-use crate::engine::{Engine, EngineArguments, Labels, ProcessorArguments, open, read_corpus, run_trees};
+use crate::engine::{
+    Engine, EngineArguments, Labels, ProcessorArguments, open_engine, read_corpus, run_trees,
+};
 
 /// Arguments of `capture`.
 #[derive(clap::Args)]
@@ -35,9 +37,9 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (lines, corpus_sha256) = read_corpus(&arguments.corpus)?;
-    let export = open(&arguments.export, None)?;
-    let Engine { mut execute, processor, backend, profile, description, .. } =
-        arguments.engine.engine(&export, &arguments.processor)?;
+    let (export, engine) =
+        open_engine(&arguments.export, None, &arguments.engine, &arguments.processor, |_| Ok(()))?;
+    let Engine { mut execute, processor, backend, profile, description, .. } = engine;
     let mut text = String::new();
     let mut push = |value: serde_json::Value| {
         text.push_str(&value.to_string());

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use artifact::Export;
 use processor::parse_request;
 use server::Answered;
 
 use crate::Internal;
-use crate::engine::{Engine, EngineArguments, ProcessorArguments, open, read_input, run_trees};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine, read_input, run_trees};
 
 /// Arguments of `decide`.
 #[derive(clap::Args)]
@@ -25,10 +26,10 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let body = read_input(arguments.file.as_deref())?;
     let request = parse_request(&body)?;
-    let export = open(&arguments.export, None)?;
     // Bad input is refused before a model is loaded.
-    arguments.processor.alone(&export).prepare(&request)?;
-    let Engine { mut execute, processor, .. } = arguments.engine.engine(&export, &arguments.processor)?;
+    let check = |export: &Export| Ok(arguments.processor.alone(export).prepare(&request).map(|_| ())?);
+    let (_, engine) = open_engine(&arguments.export, None, &arguments.engine, &arguments.processor, check)?;
+    let Engine { mut execute, processor, .. } = engine;
     let prepared = processor.prepare(&request)?;
     let outcome = run_trees(&mut execute, std::slice::from_ref(&prepared.tree))?.remove(0);
     let finished =

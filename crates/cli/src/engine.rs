@@ -121,7 +121,7 @@ impl EngineArguments {
     }
 
     /// Loads the model where the arguments say.
-    pub(crate) fn engine(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+    fn engine(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
         let cuda = || self.cuda(export, arguments);
         match self.backend {
             Backend::Cuda => cuda(),
@@ -207,6 +207,22 @@ impl ProcessorArguments {
 /// Runs trees; a failure here is never the caller's.
 pub(crate) fn run_trees(engine: &mut impl Execute, trees: &[Tree]) -> Result<Vec<decision::Outcome>> {
     engine.execute(trees).map_err(|error| Internal(error.to_string()).into())
+}
+
+/// Verifies an export and loads its model at the same time, after `first` found nothing to refuse.
+pub(crate) fn open_engine(
+    dir: &Path,
+    pins: Option<&PathBuf>,
+    engine: &EngineArguments,
+    processor: &ProcessorArguments,
+    first: impl FnOnce(&Export) -> Result<()>,
+) -> Result<(Export, Engine)> {
+    let pins = pins.map(|path| Pins::read(path)).transpose()?;
+    let (export, loaded) = Export::open_while(dir, &OpenOptions { pins }, &Shown::new(), |export| {
+        first(export)?;
+        engine.engine(export, processor)
+    })?;
+    Ok((export, loaded?))
 }
 
 /// Opens and verifies an export.

@@ -12,7 +12,7 @@ use server::{ApiKey, ModelCard, ServerOptions, Service};
 use tokio::net::TcpListener;
 
 use crate::Internal;
-use crate::engine::{Engine, EngineArguments, ProcessorArguments, open};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine};
 
 /// Everything about a worker but where it listens and what it serves.
 #[derive(Clone, clap::Args)]
@@ -78,8 +78,13 @@ impl Worker {
     pub(crate) fn start(export: &Path, arguments: &WorkerArguments) -> Result<Self> {
         let api_key = arguments.api_key_file.as_deref().map(read_key).transpose()?;
         let released = written(export);
-        let export = open(export, arguments.pins.as_ref())?;
-        let mut engine = arguments.engine.engine(&export, &arguments.processor)?;
+        let (export, mut engine) = open_engine(
+            export,
+            arguments.pins.as_ref(),
+            &arguments.engine,
+            &arguments.processor,
+            |_| Ok(()),
+        )?;
         executor::warm_up(&mut engine.execute, &export).map_err(|error| Internal(error.to_string()))?;
         let models = cards(&export, &engine, &released);
         let limits = SchedulerOptions {
