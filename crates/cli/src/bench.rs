@@ -9,6 +9,7 @@ use decision::{Branch, Tree};
 use serde_json::{Value, json};
 
 use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine, run_trees};
+use crate::http_bench;
 
 /// Arguments of `bench`.
 #[derive(clap::Args)]
@@ -19,6 +20,9 @@ pub(crate) struct Arguments {
     #[arg(long, env = "OMNI_KEV_WORKLOAD", value_enum, value_delimiter = ',',
           default_values = ["l1", "l2", "l3", "l4", "t1", "s2", "m1"])]
     workload: Vec<Workload>,
+    /// Also measure 64 clients against a server of its own, over HTTP
+    #[arg(long, env = "OMNI_KEV_HTTP")]
+    http: bool,
     /// Runs of each, after two that warm up
     #[arg(long, env = "OMNI_KEV_RUNS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
@@ -44,6 +48,8 @@ enum Workload {
     L4,
     /// 64 waiting requests like L1, distinct texts, in one batch.
     T1,
+    /// From the start of a server's process to its first answer, three times.
+    S1,
     /// Right after start: 200 requests of 200 different lengths.
     S2,
     /// Device memory with 64 cached states of 1,000 tokens.
@@ -58,6 +64,16 @@ const BATCH: usize = 64;
 const LENGTHS: usize = 200;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let mut results = serde_json::Map::new();
+    // Servers of their own come first: a device may not hold two models.
+    let own = arguments.engine.forwarded();
+    if arguments.workload.contains(&Workload::S1) {
+        results.insert("S1".to_owned(), http_bench::start(&arguments.export, &own).context("S1")?);
+    }
+    if arguments.http {
+        let result = http_bench::load(&arguments.export, &own).context("T1 over HTTP")?;
+        results.insert("T1_http".to_owned(), result);
+    }
     let started = Instant::now();
     let (export, mut engine) =
         open_engine(&arguments.export, None, &arguments.engine, &arguments.processor, |_| Ok(()))?;
@@ -69,9 +85,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         tokens: Tokens { seed: 1, vocab: export.tokenizer().vocab_size().min(export.geometry.vocab) },
         runs: arguments.runs as usize,
     };
-    let mut results = serde_json::Map::new();
     // What measures the first requests comes first.
     let mut workloads = arguments.workload.clone();
+    workloads.retain(|workload| *workload != Workload::S1);
     workloads.sort_by_key(|workload| *workload != Workload::S2);
     for workload in workloads {
         let name = format!("{workload:?}");
@@ -109,6 +125,7 @@ impl Bench {
             Workload::L3 => self.requests("L3", LONG_TEXT, &LONG_QUESTIONS, true),
             Workload::L4 => self.requests("L4", LONG_TEXT, &LONG_QUESTIONS, false),
             Workload::T1 => self.together(),
+            Workload::S1 => Ok(Value::Null), // measured before, with processes of its own
             Workload::S2 => self.lengths(),
             Workload::M1 => self.memory(),
         }
@@ -179,7 +196,7 @@ impl Bench {
     }
 }
 
-fn summary(name: &str, unit: &str, mut values: Vec<f64>) -> Value {
+pub(crate) fn summary(name: &str, unit: &str, mut values: Vec<f64>) -> Value {
     values.sort_by(f64::total_cmp);
     let at = |share: f64| values[((share * values.len() as f64).ceil() as usize).clamp(1, values.len()) - 1];
     let (p50, p95, p99) = (at(0.5), at(0.95), at(0.99));

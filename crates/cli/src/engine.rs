@@ -132,6 +132,27 @@ impl EngineArguments {
         }
     }
 
+    /// The same choices as arguments of another command.
+    pub(crate) fn forwarded(&self) -> Vec<String> {
+        let mut words = vec!["--devices".to_owned(), self.devices.to_string()];
+        let backend = self.backend.to_possible_value().map(|value| value.get_name().to_owned());
+        let mut give = |name: &str, value: Option<String>| {
+            if let Some(value) = value {
+                words.extend([name.to_owned(), value]);
+            }
+        };
+        give("--backend", backend);
+        give("--profile", self.profile.map(|profile| profile.name().to_owned()));
+        give("--batch-tokens", self.batch_tokens.map(|tokens| tokens.to_string()));
+        give("--threads", Some(self.threads.to_string()));
+        give("--prefix-cache-states", self.prefix_cache_states.map(|states| states.to_string()));
+        give("--prefix-cache-bytes", self.prefix_cache_bytes.map(|bytes| bytes.to_string()));
+        if self.no_cuda_graphs {
+            words.push("--no-cuda-graphs".to_owned());
+        }
+        words
+    }
+
     fn options(&self, arguments: &ProcessorArguments, on_gpu: bool) -> ExecutorOptions {
         let pass_tokens = self.batch_tokens.unwrap_or(if on_gpu { 8192 } else { 512 });
         let longest = if on_gpu { pass_tokens } else { usize::MAX };

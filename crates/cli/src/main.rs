@@ -10,6 +10,7 @@ mod decide;
 mod demo;
 mod engine;
 mod export;
+mod http_bench;
 mod progress;
 mod serve;
 mod synth;
