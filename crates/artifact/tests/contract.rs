@@ -261,6 +261,19 @@ fn pins_hold_an_export_to_every_field_they_name() {
         let message = opened(pins).unwrap_err();
         assert!(message.contains(name.as_str()), "{name}: {message}");
     }
+    // The compiled-in release names all that its publishers give.
+    let known = Pins::kev_4b();
+    let texts =
+        [&known.reference, &known.base, &known.base_revision, &known.adapter_revision].map(Clone::clone);
+    let revisions = [
+        "2074cc44256200bb37540103fa4572901faa10f3",
+        "Qwen/Qwen3.5-4B-Base",
+        "1001bb4d826a52d1f399e183466143f4da7b741b",
+        "139fdd94f1b6a6ad80cc15e08fcb99cac885a101",
+    ];
+    assert_eq!(texts, revisions.map(|text| Some(text.to_owned())));
+    assert_eq!((known.temperature, known.rank, known.alpha), (Some(2.406050072164233), Some(16), Some(32.0)));
+    assert_eq!((known.modules, known.files.len()), (Some(248), 0));
     // What names the pinned release must be it.
     let copy = Copy::export();
     copy.manifest(|manifest| manifest["profile"] = json!("kev-4b"));

@@ -37,7 +37,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder =
         tempfile::Builder::new().prefix("omni-kev-demo-").tempdir().context("cannot make a directory")?;
     let export = exported(folder.path())?;
-    let worker = Worker::start(&export, &arguments.worker.clone().on_cpu())?;
+    let worker = Worker::start(&export, &arguments.worker.clone().demonstration())?;
     let runtime = tokio::runtime::Runtime::new().context("cannot start the runtime")?;
     let (listening, address) = oneshot::channel();
     let served = runtime.block_on(async {

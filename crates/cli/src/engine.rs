@@ -2,12 +2,15 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use artifact::{Export, OpenOptions, Pins};
 use clap::{Args, ValueEnum};
 use decision::Tree;
-use executor::{CacheLimits, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, open_cpu, open_cuda};
+use executor::{
+    CacheLimits, CacheStats, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, open_cpu, open_cuda,
+};
 use processor::{Processor, ProcessorOptions};
 use scheduler::Execute;
 
@@ -107,6 +110,8 @@ pub(crate) struct Engine {
     pub(crate) profile: Profile,
     /// Device and profile, for people.
     pub(crate) description: String,
+    /// Counters of its prefix cache.
+    pub(crate) cache: Arc<CacheStats>,
     /// Free and total bytes of a GPU.
     pub(crate) memory: Option<DeviceMemory>,
 }
@@ -179,8 +184,10 @@ impl EngineArguments {
         let options = self.options(arguments, false);
         let executor = open_cpu(export, &options)?;
         let description = executor.describe();
+        let cache = executor.cache_stats();
         let processor = arguments.processor(export, &options);
         Ok(Engine {
+            cache,
             execute: Box::new(executor),
             processor,
             backend: "cpu",
@@ -200,9 +207,18 @@ impl EngineArguments {
         let cuda = CudaOptions { ordinal: self.devices, profile: arithmetic, graphs: !self.no_cuda_graphs };
         let executor = open_cuda(export, &options, cuda)?;
         let description = executor.describe();
+        let cache = executor.cache_stats();
         let memory = Some(executor.device_memory());
         let processor = arguments.processor(export, &options);
-        Ok(Engine { execute: Box::new(executor), processor, backend: "cuda", profile, description, memory })
+        Ok(Engine {
+            execute: Box::new(executor),
+            processor,
+            backend: "cuda",
+            profile,
+            description,
+            cache,
+            memory,
+        })
     }
 }
 

@@ -26,6 +26,12 @@ use clap::{Parser, Subcommand};
 #[derive(Parser)]
 #[command(name = "omni-kev", version)]
 struct Cli {
+    /// How much is written to standard error; info has a line for every request
+    #[arg(long, env = "OMNI_KEV_LOG_LEVEL", value_enum, default_value = "warn", global = true)]
+    log_level: LogLevel,
+    /// As text or as JSON lines
+    #[arg(long, env = "OMNI_KEV_LOG_FORMAT", value_enum, default_value = "text", global = true)]
+    log_format: LogFormat,
     #[command(subcommand)]
     command: Command,
 }
@@ -56,6 +62,40 @@ enum Command {
     Accept(accept::Arguments),
 }
 
+/// How much is logged.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LogLevel {
+    Off,
+    Error,
+    Warn,
+    Info,
+    Debug,
+}
+
+/// In which form.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LogFormat {
+    Text,
+    Json,
+}
+
+/// Sends events to standard error. They never hold text of a caller.
+fn log(level: LogLevel, format: LogFormat) {
+    use tracing_subscriber::filter::LevelFilter;
+    let level = match level {
+        LogLevel::Off => LevelFilter::OFF,
+        LogLevel::Error => LevelFilter::ERROR,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Debug => LevelFilter::DEBUG,
+    };
+    let builder = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
+    match format {
+        LogFormat::Text => builder.init(),
+        LogFormat::Json => builder.json().init(),
+    }
+}
+
 /// A check that ran and said no.
 #[derive(Debug)]
 struct Denied(String);
@@ -81,7 +121,9 @@ impl std::fmt::Display for Internal {
 impl std::error::Error for Internal {}
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let cli = Cli::parse();
+    log(cli.log_level, cli.log_format);
+    let result = match cli.command {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Synth(arguments) => synth::run(&arguments),
         Command::Export(arguments) => export::run(&arguments),

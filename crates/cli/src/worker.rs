@@ -3,12 +3,13 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use artifact::{Export, MANIFEST};
 use scheduler::{Scheduler, SchedulerOptions};
-use server::{ApiKey, ModelCard, ServerOptions, Service};
+use server::{ApiKey, CacheProbe, CacheSnapshot, ModelCard, ServerOptions, Service};
 use tokio::net::TcpListener;
 
 use crate::Internal;
@@ -17,7 +18,7 @@ use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine};
 /// Everything about a worker but where it listens and what it serves.
 #[derive(Clone, clap::Args)]
 pub(crate) struct WorkerArguments {
-    /// File whose first line is the API key that clients must send
+    /// File with the API keys that clients may send, one a line: a key, or sha256: and its digest; # begins a comment
     #[arg(long, env = "OMNI_KEV_API_KEY_FILE", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Identity and hashes that the export must have, a JSON file
@@ -41,6 +42,12 @@ pub(crate) struct WorkerArguments {
     /// Connections at once
     #[arg(long, env = "OMNI_KEV_MAX_CONNECTIONS", default_value_t = 4096)]
     max_connections: usize,
+    /// Accept clients from other machines without a key
+    #[arg(long, env = "OMNI_KEV_INSECURE")]
+    insecure: bool,
+    /// Time after a stop signal in which requests are still accepted while /ready says no, in milliseconds
+    #[arg(long, env = "OMNI_KEV_DRAIN_DELAY", default_value_t = 5_000)]
+    drain_delay: u64,
     /// Time that admitted requests get to finish after a stop signal, in milliseconds
     #[arg(long, env = "OMNI_KEV_DRAIN_TIMEOUT", default_value_t = 30_000)]
     drain_timeout: u64,
@@ -60,9 +67,11 @@ pub(crate) struct WorkerArguments {
 }
 
 impl WorkerArguments {
-    /// These, with the CPU where they leave the choice open: a demonstration needs no compiled kernels.
-    pub(crate) fn on_cpu(mut self) -> Self {
+    /// These for a demonstration: the CPU where the choice was left open, since compiled kernels may not be there, and no
+    /// waiting for balancers.
+    pub(crate) fn demonstration(mut self) -> Self {
         self.engine = self.engine.on_cpu();
+        self.drain_delay = 0;
         self
     }
 }
@@ -71,12 +80,13 @@ impl WorkerArguments {
 pub(crate) struct Worker {
     service: Service,
     options: ServerOptions,
+    insecure: bool,
 }
 
 impl Worker {
     /// Verifies an export, loads it and warms up.
     pub(crate) fn start(export: &Path, arguments: &WorkerArguments) -> Result<Self> {
-        let api_key = arguments.api_key_file.as_deref().map(read_key).transpose()?;
+        let api_keys = arguments.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default();
         let released = written(export);
         let (export, mut engine) = open_engine(
             export,
@@ -93,10 +103,21 @@ impl Worker {
             batch_requests: arguments.batch_requests,
             ..SchedulerOptions::default()
         };
+        let cache = engine.cache;
         let service = Service {
             processor: engine.processor,
             scheduler: Scheduler::start(engine.execute, limits).context("cannot start the executor")?,
             models,
+            cache: Some(CacheProbe::new(move || {
+                let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+                CacheSnapshot {
+                    hits: read(&cache.hits),
+                    misses: read(&cache.misses),
+                    evictions: read(&cache.evictions),
+                    states: read(&cache.states),
+                    bytes: read(&cache.bytes),
+                }
+            })),
         };
         let options = ServerOptions {
             max_body_bytes: arguments.max_body_bytes,
@@ -106,10 +127,11 @@ impl Worker {
             strict_models: arguments.strict_models,
             kev_latency_ms: arguments.kev_latency_ms,
             cached_token_details: arguments.cached_token_details,
-            api_key,
+            drain_delay: Duration::from_millis(arguments.drain_delay),
+            api_keys,
             ..ServerOptions::default()
         };
-        Ok(Self { service, options })
+        Ok(Self { service, options, insecure: arguments.insecure })
     }
 
     /// Binds, prints where it listens, serves until `stop` completes and drains.
@@ -124,6 +146,10 @@ impl Worker {
             .await
             .with_context(|| format!("cannot listen on {host}:{port}"))?;
         let address = listener.local_addr()?;
+        anyhow::ensure!(
+            address.ip().is_loopback() || self.insecure || !self.options.api_keys.is_empty(),
+            "{address} can be reached from other machines: give --api-key-file, or --insecure if that is meant"
+        );
         println!("listening on http://{address}");
         listening(address);
         server::serve(listener, self.service, self.options, stop).await.context("the server failed")
@@ -154,15 +180,43 @@ fn cards(export: &Export, engine: &Engine, released: &str) -> Vec<ModelCard> {
         .to_vec()
 }
 
-fn read_key(path: &Path) -> Result<ApiKey> {
+fn read_keys(path: &Path) -> Result<Vec<ApiKey>> {
     let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let key = text.lines().next().unwrap_or("").trim().to_owned();
-    anyhow::ensure!(!key.is_empty(), "{}: the first line is empty, expected an API key", path.display());
-    Ok(ApiKey::new(&key))
+    keys(&text).with_context(|| path.display().to_string())
 }
 
-/// SIGINT or SIGTERM.
+/// The keys of a file's lines.
+fn keys(text: &str) -> Result<Vec<ApiKey>> {
+    let mut keys = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        keys.push(match line.strip_prefix("sha256:") {
+            None => ApiKey::new(line),
+            Some(digits) => {
+                let mut digest = [0; 32];
+                hex::decode_to_slice(digits, &mut digest)
+                    .with_context(|| format!("line {}: sha256: expects 64 hexadecimal digits", number + 1))?;
+                ApiKey::hashed(digest)
+            }
+        });
+    }
+    anyhow::ensure!(!keys.is_empty(), "holds no key: expected one a line");
+    Ok(keys)
+}
+
+/// SIGINT or SIGTERM; a second one ends the process at once.
 pub(crate) async fn stop_signal() {
+    signalled().await;
+    tokio::spawn(async {
+        signalled().await;
+        std::process::exit(130);
+    });
+}
+
+async fn signalled() {
     use tokio::signal::unix::{SignalKind, signal};
     let Ok(mut terminate) = signal(SignalKind::terminate()) else {
         let _ = tokio::signal::ctrl_c().await;
@@ -171,5 +225,20 @@ pub(crate) async fn stop_signal() {
     tokio::select! {
         _ = tokio::signal::ctrl_c() => {}
         _ = terminate.recv() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn key_files_hold_keys_digests_and_comments() {
+        let digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
+        assert_eq!(keys(&format!("# team\n one \n\ntwo\nsha256:{digest}\n")).unwrap().len(), 3);
+        for bad in ["", "\n# nothing\n", "sha256:12", "sha256:zz"] {
+            assert!(keys(bad).is_err(), "{bad:?}");
+        }
+        assert!(format!("{:#}", keys("ok\nsha256:12").unwrap_err()).contains("line 2"));
     }
 }

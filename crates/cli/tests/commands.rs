@@ -252,3 +252,69 @@ fn the_readme_shows_a_real_answer() {
     let json = |text: &str| -> serde_json::Value { serde_json::from_str(text).unwrap() };
     assert_eq!(json(&stdout(&output)), json(answer));
 }
+
+/// A served export that is told to stop.
+fn served(arguments: &[&str]) -> (std::process::Child, String) {
+    use std::io::BufRead;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_omni-kev"))
+        .args(["serve", &export_text(), "--backend", "cpu", "--port", "0"])
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    std::io::BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, line.trim().strip_prefix("listening on ").unwrap().to_owned())
+}
+
+fn signal(child: &std::process::Child, name: &str) {
+    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn a_stop_signal_ends_with_exit_code_0_and_a_second_one_at_once() {
+    for name in ["-TERM", "-INT"] {
+        let (mut child, _) = served(&["--drain-delay", "0"]);
+        signal(&child, name);
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{name}");
+    }
+    let (mut child, url) = served(&["--drain-delay", "600000"]);
+    signal(&child, "-TERM");
+    let agent =
+        ureq::Agent::new_with_config(ureq::Agent::config_builder().http_status_as_error(false).build());
+    // Still serving, and saying that it will not for long.
+    while agent.get(format!("{url}/ready")).call().unwrap().status() != 503 {}
+    let answered = agent.post(format!("{url}/v1/systemone")).content_type("application/json").send(REQUEST);
+    assert_eq!(answered.unwrap().status(), 200);
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+#[test]
+fn other_machines_need_a_key_or_the_word_insecure() {
+    let arguments = ["serve", &export_text(), "--backend", "cpu", "--port", "0", "--host", "0.0.0.0"];
+    let refused = omni_kev(&arguments, b"");
+    assert_eq!(code(&refused), 2);
+    assert!(stderr(&refused).contains("--api-key-file") && stderr(&refused).contains("--insecure"));
+    assert!(refused.stdout.is_empty());
+    let (child, _) = served(&["--host", "0.0.0.0", "--insecure", "--drain-delay", "0"]);
+    signal(&child, "-TERM");
+    assert_eq!(code(&child.wait_with_output().unwrap()), 0);
+}
+
+#[test]
+fn requests_are_logged_without_their_text() {
+    let arguments = ["--log-level", "info", "--log-format", "json", "--drain-delay", "0"];
+    let (child, url) = served(&arguments);
+    let agent = ureq::Agent::new_with_defaults();
+    agent.post(format!("{url}/v1/systemone")).content_type("application/json").send(REQUEST).unwrap();
+    signal(&child, "-TERM");
+    let output = child.wait_with_output().unwrap();
+    let log = stderr(&output);
+    let line: serde_json::Value =
+        serde_json::from_str(log.lines().find(|line| line.contains("/v1/systemone")).unwrap()).unwrap();
+    assert_eq!((&line["fields"]["status"], &line["fields"]["route"]), (&200.into(), &"/v1/systemone".into()));
+    assert!(line["fields"]["model_ms"].as_f64().unwrap() > 0.0, "{line}");
+    assert!(!log.contains("charged"), "{log}");
+}

@@ -17,6 +17,11 @@ impl ApiKey {
         Self { digest: digest(key.trim().as_bytes()) }
     }
 
+    /// A key of which only the SHA-256 is known.
+    pub fn hashed(digest: [u8; 32]) -> Self {
+        Self { digest }
+    }
+
     /// Compares hashes, all of their bytes whatever the first ones say: time tells nothing about the key.
     fn matches(&self, presented: &[u8]) -> bool {
         let presented = digest(presented);
@@ -31,14 +36,16 @@ impl std::fmt::Debug for ApiKey {
     }
 }
 
-/// Whether a request may go on: there is no key, or it presents the right one.
-pub(crate) fn check(key: Option<&ApiKey>, headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(key) = key else { return Ok(()) };
+/// Whether a request may go on: there is no key, or it presents one of them. All are compared, whichever fits.
+pub(crate) fn check(keys: &[ApiKey], headers: &HeaderMap) -> Result<(), ApiError> {
+    if keys.is_empty() {
+        return Ok(());
+    }
     let Some(value) = headers.get(header::AUTHORIZATION) else {
         return Err(ApiError::Unauthenticated { missing: true });
     };
     match bearer(value.as_bytes()) {
-        Some(presented) if key.matches(presented) => Ok(()),
+        Some(presented) if keys.iter().fold(false, |any, key| any | key.matches(presented)) => Ok(()),
         _ => Err(ApiError::Unauthenticated { missing: false }),
     }
 }
@@ -66,7 +73,11 @@ mod tests {
         let check = |value: &str| {
             let mut headers = HeaderMap::new();
             headers.insert(header::AUTHORIZATION, value.parse().unwrap());
-            check(Some(&key), &headers).is_ok()
+            let other = ApiKey::new("other");
+            let hashed = ApiKey::hashed(Sha256::digest(b"sesame").into());
+            let several = check(&[other, hashed], &headers).is_ok();
+            assert_eq!(check(std::slice::from_ref(&key), &headers).is_ok(), several);
+            several
         };
         assert!(opens.into_iter().all(check));
         assert!(!refuses.into_iter().any(check));

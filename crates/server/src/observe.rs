@@ -2,8 +2,8 @@
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -12,6 +12,9 @@ use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
 use tower::ServiceExt;
+
+use crate::routes::counted;
+use crate::service::App;
 
 /// The header that names a request.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-typesafe-request-id");
@@ -35,15 +38,34 @@ pub(crate) struct Stages {
 }
 
 /// Answers a request and marks the response.
-pub(crate) async fn respond(router: Router, mut request: Request<Body>) -> Result<Response, Infallible> {
+pub(crate) async fn respond(
+    app: Arc<App>,
+    router: Router,
+    mut request: Request<Body>,
+) -> Result<Response, Infallible> {
     let arrival = Instant::now();
+    let route = counted(request.uri().path());
     request.extensions_mut().insert(Arrival(arrival));
     let id = request_id(request.headers());
     let mut response = router.oneshot(request).await?;
     let stages = response.extensions_mut().remove::<Stages>();
+    app.metrics.count(route, response.status(), stages);
+    let elapsed = arrival.elapsed();
+    let ms = |time: fn(&Stages) -> Duration| stages.as_ref().map(|stages| 1e3 * time(stages).as_secs_f64());
+    tracing::info!(
+        id = id.to_str().unwrap_or(""),
+        route,
+        status = response.status().as_u16(),
+        total_ms = 1e3 * elapsed.as_secs_f64(),
+        queue_ms = ms(|stages| stages.queue),
+        prepare_ms = ms(|stages| stages.prepare),
+        model_ms = ms(|stages| stages.model),
+        finish_ms = ms(|stages| stages.finish),
+        "request"
+    );
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, id);
-    if let Ok(timing) = timing(arrival.elapsed(), stages).try_into() {
+    if let Ok(timing) = timing(elapsed, stages).try_into() {
         headers.insert(SERVER_TIMING, timing);
     }
     Ok(response)

@@ -18,7 +18,7 @@ use utoipa::openapi::{
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::error::{Row, Scope, Shape, TABLE};
-use crate::routes::{HEALTH, MODELS, OPENAPI, PERMUTE, SEPARATE, SYSTEMONE};
+use crate::routes::{HEALTH, METRICS, MODELS, OPENAPI, PERMUTE, READY, SEPARATE, SYSTEMONE};
 use crate::wire::{ModelCard, Models};
 
 /// A state and the questions about it. Unknown fields are ignored.
@@ -234,6 +234,18 @@ enum ErrorStep {
     Index(usize),
 }
 
+/// Body of `GET /ready`.
+#[derive(ToSchema)]
+#[allow(dead_code)] // Read by the schema generator only.
+struct Ready {
+    /// `ready` or `not_ready`.
+    status: String,
+    /// Why not: `stopping` or `model_unavailable`.
+    reason: Option<String>,
+    /// Limits of this deployment, by name.
+    limits: std::collections::BTreeMap<String, u64>,
+}
+
 /// What went wrong outside of the request's schema.
 #[derive(ToSchema)]
 #[allow(dead_code)] // Read by the schema generator only.
@@ -281,6 +293,8 @@ fn document(keyed: bool) -> OpenApi {
             HEALTH,
             PathItem::new(HttpMethod::Get, fixed("health", "Whether the process is alive.", "Health")),
         )
+        .path(READY, PathItem::new(HttpMethod::Get, ready()))
+        .path(METRICS, PathItem::new(HttpMethod::Get, metrics()))
         .path(OPENAPI, PathItem::new(HttpMethod::Get, description()));
     let mut components = ComponentsBuilder::new()
         .schema("SystemOneRequest", SystemOneRequest::schema())
@@ -296,6 +310,7 @@ fn document(keyed: bool) -> OpenApi {
         .schema("ModelCard", ModelCard::schema())
         .schema("Models", Models::schema())
         .schema("Health", Health::schema())
+        .schema("Ready", Ready::schema())
         .schema("ErrorItem", ErrorItem::schema())
         .schema("ErrorStep", ErrorStep::schema())
         .schema("ErrorObject", ErrorObject::schema());
@@ -348,6 +363,30 @@ fn description() -> Operation {
         .operation_id(Some("openapi"))
         .summary(Some("This description."))
         .response("200", response.build())
+        .build()
+}
+
+fn ready() -> Operation {
+    let refused = ResponseBuilder::new()
+        .description("No: `reason` is `stopping` or `model_unavailable`. Ask again after `Retry-After`.")
+        .content(
+            "application/json",
+            ContentBuilder::new().schema(Some(Ref::from_schema_name("Ready"))).build(),
+        );
+    fixed_builder("ready", "Whether requests should come, and the limits they must keep.", "Ready")
+        .response("503", marked(refused).build())
+        .build()
+}
+
+fn metrics() -> Operation {
+    let text = ObjectBuilder::new().schema_type(Type::String).build();
+    let response = ResponseBuilder::new()
+        .description("Prometheus' text format.")
+        .content("text/plain", ContentBuilder::new().schema(Some(text)).build());
+    OperationBuilder::new()
+        .operation_id(Some("metrics"))
+        .summary(Some("Counters."))
+        .response("200", marked(response).build())
         .build()
 }
 

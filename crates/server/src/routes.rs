@@ -16,7 +16,9 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, Any as Every, CorsLayer};
 use crate::auth;
 use crate::decide::{Endpoint, answer};
 use crate::error::ApiError;
+use crate::metrics;
 use crate::observe::{REQUEST_ID, SERVER_TIMING};
+use crate::ready;
 use crate::service::{App, Cors};
 use crate::wire;
 
@@ -30,8 +32,20 @@ pub(crate) const PERMUTE: &str = "/v1/systemone/permute";
 pub(crate) const MODELS: &str = "/v1/models";
 /// Whether the process is alive.
 pub(crate) const HEALTH: &str = "/health";
+/// Whether requests should come.
+pub(crate) const READY: &str = "/ready";
+/// Counters.
+pub(crate) const METRICS: &str = "/metrics";
 /// The description of all of these.
 pub(crate) const OPENAPI: &str = "/openapi.json";
+
+/// The route that a path is counted under.
+pub(crate) fn counted(path: &str) -> &'static str {
+    [SYSTEMONE, SEPARATE, PERMUTE, MODELS, HEALTH, READY, METRICS, OPENAPI]
+        .into_iter()
+        .find(|route| *route == path)
+        .unwrap_or("other")
+}
 
 /// Every route with everything around it, outermost last: a preflight needs no key, and errors carry CORS headers too.
 pub(crate) fn router(app: &Arc<App>) -> Router {
@@ -46,6 +60,8 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
             MODELS,
             get(async |State(app): State<Arc<App>>| wire::json(StatusCode::OK, app.models.clone())),
         )
+        .route(READY, get(async |State(app): State<Arc<App>>| ready::respond(&app)))
+        .route(METRICS, get(async |State(app): State<Arc<App>>| metrics::respond(&app)))
         .route(HEALTH, get(async || wire::json(StatusCode::OK, r#"{"status":"ok"}"#)))
         .route(
             OPENAPI,
@@ -70,7 +86,7 @@ async fn require_key(
 ) -> Result<Response, ApiError> {
     let path = request.uri().path();
     if path == "/v1" || path.starts_with("/v1/") {
-        auth::check(app.options.api_key.as_ref(), request.headers())?;
+        auth::check(&app.options.api_keys, request.headers())?;
     }
     Ok(next.run(request).await)
 }

@@ -66,6 +66,12 @@ pub async fn serve(
     let (stop, stopping) = watch::channel(());
     let mut connections = JoinSet::new();
     let mut refusals = JoinSet::new();
+    let leaving = Arc::clone(&app);
+    let shutdown = async move {
+        shutdown.await;
+        leaving.leaving.begin();
+        tokio::time::sleep(leaving.options.drain_delay).await;
+    };
     tokio::pin!(shutdown);
     loop {
         let accepted = tokio::select! {
@@ -115,7 +121,7 @@ async fn drain(app: Arc<App>, mut connections: JoinSet<()>) -> Result<(), ServeE
 async fn connection(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
     // Answers are one write each: waiting to fill a packet only delays them.
     let _ = stream.set_nodelay(true);
-    let options = &app.options;
+    let (served, options) = (Arc::clone(&app), &app.options);
     let activity = Arc::new(Activity::default());
     let stream = Patient::new(stream, Arc::clone(&activity), options.head_timeout, options.write_timeout);
     let linger = LingerLimits { bytes: options.max_body_bytes.saturating_mul(8), time: LINGER };
@@ -123,7 +129,7 @@ async fn connection(stream: TcpStream, app: Arc<App>, router: Router, mut stoppi
         let working = Working::begin(&activity);
         let (parts, incoming) = request.into_parts();
         let body = Body::new(Lingering::new(incoming, &parts.headers, linger, working.clone()));
-        let answer = observe::respond(router.clone(), Request::from_parts(parts, body));
+        let answer = observe::respond(Arc::clone(&served), router.clone(), Request::from_parts(parts, body));
         async move {
             let answer = answer.await;
             drop(working);

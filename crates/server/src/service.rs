@@ -10,8 +10,10 @@ use scheduler::Scheduler;
 use tokio::sync::Semaphore;
 
 use crate::auth::ApiKey;
+use crate::metrics::Metrics;
 use crate::openapi;
 use crate::pool::Pool;
+use crate::ready::Leaving;
 use crate::wire::ModelCard;
 
 /// What answers requests.
@@ -23,6 +25,43 @@ pub struct Service {
     pub scheduler: Scheduler,
     /// What `GET /v1/models` lists. Clients expect `kev-latest` and `jev-latest` among the names.
     pub models: Vec<ModelCard>,
+    /// Counters of the prefix cache, for `GET /metrics`.
+    pub cache: Option<CacheProbe>,
+}
+
+/// Counters of a prefix cache at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheSnapshot {
+    /// States that were kept from an earlier batch, total.
+    pub hits: u64,
+    /// States that were computed, total.
+    pub misses: u64,
+    /// States given up for others, total.
+    pub evictions: u64,
+    /// States kept now.
+    pub states: u64,
+    /// Bytes of the states kept now.
+    pub bytes: u64,
+}
+
+/// A way to read the counters of a cache that lives elsewhere.
+pub struct CacheProbe(Box<dyn Fn() -> CacheSnapshot + Send + Sync>);
+
+impl CacheProbe {
+    /// A probe.
+    pub fn new(read: impl Fn() -> CacheSnapshot + Send + Sync + 'static) -> Self {
+        Self(Box::new(read))
+    }
+
+    pub(crate) fn read(&self) -> CacheSnapshot {
+        (self.0)()
+    }
+}
+
+impl std::fmt::Debug for CacheProbe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.read().fmt(f)
+    }
 }
 
 /// Which web pages may read answers.
@@ -40,8 +79,8 @@ pub enum Cors {
 /// Limits and switches of a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// The key that every path under `/v1` asks for; `None` accepts and ignores any.
-    pub api_key: Option<ApiKey>,
+    /// The keys of which every path under `/v1` asks for one; none accepts and ignores any.
+    pub api_keys: Vec<ApiKey>,
     /// Which web pages may read answers.
     pub cors: Cors,
     /// Longest body in bytes, before and after decompression.
@@ -58,6 +97,9 @@ pub struct ServerOptions {
     pub write_timeout: Duration,
     /// Connections at once; one more is told so and closed.
     pub max_connections: usize,
+    /// How long requests are still accepted after the shutdown signal, while `/ready` already says no: balancers need to
+    /// notice before anything is refused.
+    pub drain_delay: Duration,
     /// How long requests may take to finish after the shutdown signal.
     pub drain_timeout: Duration,
     /// Threads that validate and tokenise; 0 means one per core.
@@ -73,7 +115,7 @@ pub struct ServerOptions {
 impl Default for ServerOptions {
     fn default() -> Self {
         Self {
-            api_key: None,
+            api_keys: Vec::new(),
             cors: Cors::default(),
             max_body_bytes: 16 << 20,
             body_memory_bytes: 256 << 20,
@@ -82,6 +124,7 @@ impl Default for ServerOptions {
             head_timeout: Duration::from_secs(15),
             write_timeout: Duration::from_secs(30),
             max_connections: 4096,
+            drain_delay: Duration::ZERO,
             drain_timeout: Duration::from_secs(30),
             prepare_threads: 0,
             strict_models: false,
@@ -100,12 +143,14 @@ pub(crate) struct App {
     pub(crate) body_memory: Arc<Semaphore>,
     pub(crate) models: Bytes,
     pub(crate) openapi: Bytes,
+    pub(crate) metrics: Metrics,
+    pub(crate) leaving: Leaving,
 }
 
 impl App {
     pub(crate) fn new(service: Service, options: ServerOptions) -> Result<Arc<Self>, serde_json::Error> {
         let models = crate::wire::models(&service.models)?.into();
-        let openapi = openapi::openapi(options.api_key.is_some())?.into();
+        let openapi = openapi::openapi(!options.api_keys.is_empty())?.into();
         let threads = match options.prepare_threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
@@ -118,6 +163,8 @@ impl App {
             body_memory: Arc::new(Semaphore::new(memory)),
             models,
             openapi,
+            metrics: Metrics::default(),
+            leaving: Leaving::default(),
         }))
     }
 }

@@ -382,3 +382,61 @@ fn a_stop_that_takes_too_long_cuts_off_and_says_so() {
     assert!(matches!(error, ServeError::Connections { left: 1 }), "{error}");
     assert!(running.try_response(false).is_err());
 }
+
+#[test]
+fn readiness_tells_limits_and_turns_before_anything_is_refused() {
+    let options = ServerOptions { drain_delay: Duration::from_millis(700), ..ServerOptions::default() };
+    let mut server = Server::with(Setup { server: options, ..Setup::default() });
+    let ready = server.get("/ready");
+    assert_eq!((ready.status, &ready.json()["status"]), (200, &json!("ready")));
+    assert_eq!(ready.json()["limits"]["deadline_ms"], json!(10_000));
+    server.begin_stop();
+    let until = std::time::Instant::now() + Duration::from_millis(500);
+    let refused = loop {
+        let answer = server.get("/ready");
+        if answer.status == 503 || std::time::Instant::now() > until {
+            break answer;
+        }
+    };
+    assert_eq!((refused.status, &refused.json()["reason"]), (503, &json!("stopping")));
+    assert_eq!(refused.header("retry-after"), Some("1"));
+    // Requests are still answered in the meantime.
+    server.answer(&one(noul()));
+    server.join().unwrap();
+}
+
+#[test]
+fn a_retired_model_is_not_ready() {
+    let server = Server::new();
+    server.model.fault(Fault::Error);
+    assert_eq!(server.post(one(noul()).to_string()).status, 500);
+    let refused = server.get("/ready");
+    assert_eq!((refused.status, &refused.json()["reason"]), (503, &json!("model_unavailable")));
+    assert_eq!(server.get("/health").status, 200);
+    assert!(server.get("/metrics").text().contains("omni_kev_ready 0\n"));
+}
+
+#[test]
+fn metrics_count_what_happened_and_quote_nobody() {
+    let server = Server::new();
+    server.answer(&one(noul()));
+    server.post("{");
+    server.get("/secret-path");
+    let metrics = server.get("/metrics");
+    assert_eq!(metrics.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let text = metrics.text();
+    for line in [
+        "omni_kev_ready 1",
+        "omni_kev_responses_total{route=\"/v1/systemone\",status=\"200\"} 1",
+        "omni_kev_responses_total{route=\"/v1/systemone\",status=\"422\"} 1",
+        "omni_kev_responses_total{route=\"other\",status=\"404\"} 1",
+        "omni_kev_batches_total 1",
+        "omni_kev_admitted_requests 0",
+        "omni_kev_prefix_cache_hits_total 0",
+        "omni_kev_stage_seconds_count{stage=\"model\"} 1",
+        "omni_kev_stage_seconds_bucket{stage=\"model\",le=\"+Inf\"} 1",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line}: {text}");
+    }
+    assert!(!text.contains("secret-path"));
+}

@@ -11,7 +11,7 @@ use artifact::{PreTokenizer, Tokenizer};
 use processor::{Processor, ProcessorOptions};
 use scheduler::{Scheduler, SchedulerOptions};
 use serde_json::{Value, json};
-use server::{ModelCard, ServeError, ServerOptions, Service};
+use server::{CacheProbe, CacheSnapshot, ModelCard, ServeError, ServerOptions, Service};
 use testkit::fake::{FakeHandle, fake};
 use tokio::sync::oneshot;
 
@@ -81,6 +81,7 @@ impl Server {
             processor: Processor::new(tokenizer(), 2.0, setup.processor),
             scheduler: Scheduler::start(executor, setup.scheduler).unwrap(),
             models: vec![card("kev-latest"), card("jev-latest")],
+            cache: Some(CacheProbe::new(CacheSnapshot::default)),
         };
         let (stop, stopped) = oneshot::channel::<()>();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
