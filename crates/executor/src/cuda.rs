@@ -69,7 +69,9 @@ pub fn open_cuda(
             parts: parts.join(", "),
         });
     }
-    Executor::open(ops, export, set, options)
+    let mut executor = Executor::open(ops, export, set, options)?;
+    executor.exercise()?;
+    Ok(executor)
 }
 
 /// Bytes of all weights on the device.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use artifact::Export;
 use backend::{KeyRange, Ops};
 use backend_cpu::CpuOps;
-use decision::{Outcome, Tree};
+use decision::{Branch, Outcome, Tree};
 use model::{Model, ModelError, ModelSizes, Owner, PassBuilder, Piece, WeightSet, key_row_bytes, slot_bytes};
 use scheduler::{Execute, ExecuteError};
 
@@ -16,6 +16,9 @@ use crate::prefix_cache::{CacheLimits, CacheStats, PrefixCache, StateMemory};
 const CHUNK: usize = 64;
 /// States that a batch may use at once whatever the cache keeps.
 const SCRATCH_SLOTS: usize = 8;
+
+/// Segments of a pass: each needs memory of a chunk of the delta rule on a GPU, however short it is.
+const PASS_SEGMENTS: usize = 256;
 
 /// What an executor plans for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +53,9 @@ pub enum ExecutorError {
     /// The model could not be loaded.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The first pass failed.
+    #[error(transparent)]
+    Execute(#[from] ExecuteError),
     /// The backend could not start.
     #[error(transparent)]
     Backend(#[from] backend::BackendError),
@@ -150,6 +156,24 @@ impl<B: Ops> Executor<B> {
         self.cache.stats()
     }
 
+    /// Runs the pass that needs most memory, and keeps nothing of it: what a backend allocates when it first needs it is
+    /// there before a request comes.
+    ///
+    /// # Errors
+    /// [`ExecuteError`] as of [`Execute::execute`].
+    pub fn exercise(&mut self) -> Result<(), ExecuteError> {
+        let pass = self.options.pass_tokens.min(self.options.max_row_tokens);
+        let question = Branch { tokens: vec![0; 8], decide: 7, option_ends: vec![3, 5] };
+        let questions = (PASS_SEGMENTS - 1).min(pass / 32);
+        let state = vec![0; pass - 8 * questions].into();
+        self.execute(&[Tree { state, branches: vec![question; questions] }])?;
+        while let Some(memory) = self.cache.evict() {
+            self.slots.push(memory.slot);
+            memory.keys.into_iter().for_each(|range| self.keys.give(range));
+        }
+        Ok(())
+    }
+
     pub(crate) fn ops(&self) -> &B {
         self.model.ops()
     }
@@ -236,8 +260,9 @@ impl<'a, B: Ops> Batch<'a, B> {
     fn place(&mut self, state: &'a Arc<[u32]>, len: usize) -> Result<(usize, KeyRange), ModelError> {
         for attempt in 0..3 {
             let live = self.state(state)?;
-            let rows = self.builder.rows();
-            if rows > 0 && rows + len > self.executor.options.pass_tokens {
+            let (rows, pieces) = (self.builder.rows(), self.builder.pieces());
+            let full = rows + len > self.executor.options.pass_tokens || pieces >= PASS_SEGMENTS;
+            if rows > 0 && full {
                 self.flush()?;
             }
             if let Some(own) = self.rows(len) {
@@ -280,6 +305,9 @@ impl<'a, B: Ops> Batch<'a, B> {
         let mut memory = StateMemory { slot, keys: Vec::new() };
         let mut done = 0;
         while done < tokens.len() {
+            if self.builder.pieces() >= PASS_SEGMENTS {
+                self.flush()?;
+            }
             let space = self.executor.options.pass_tokens.saturating_sub(self.builder.rows());
             let left = tokens.len() - done;
             let take = if left <= space { left } else { space / CHUNK * CHUNK };

@@ -62,6 +62,19 @@ fn company_passes_threads_and_the_cache_change_no_bit() {
 }
 
 #[test]
+fn many_short_questions_are_split_into_passes_and_exercise_leaves_nothing() {
+    let (_dir, export) = tiny(3).unwrap();
+    let tree = Trees::new(4, export.geometry.vocab).tree(70, &[8; 600]);
+    let options = ExecutorOptions { pass_tokens: 8192, ..ExecutorOptions::default() };
+    let mut executor = open(&export, options);
+    executor.exercise().unwrap();
+    let kept = executor.cache_stats().states.load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(kept, 0);
+    let outcome = executor.execute(std::slice::from_ref(&tree)).unwrap().remove(0);
+    assert_eq!(bits(&outcome), alone(&export, &[tree])[0]);
+}
+
+#[test]
 fn the_order_of_questions_changes_no_bit() {
     let (_dir, export) = tiny(3).unwrap();
     let mut executor = open(&export, ExecutorOptions::default());

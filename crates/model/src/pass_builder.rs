@@ -45,6 +45,11 @@ impl<'a> PassBuilder<'a> {
         self.rows
     }
 
+    /// Pieces so far.
+    pub fn pieces(&self) -> usize {
+        self.levels.iter().map(Vec::len).sum()
+    }
+
     /// Adds a piece.
     pub fn add(&mut self, piece: Piece<'a>) {
         self.rows += piece.tokens.len();
