@@ -52,8 +52,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             if once || shown.is_err() {
                 let _ = end.send(());
             } else {
+                // Dropped without a word, `end` stops nothing.
                 println!("serving on: stop with Ctrl-C");
-                std::mem::forget(end);
             }
             shown
         };
