@@ -83,6 +83,20 @@ def run_batch(backbone, head, rows, device):
     return logits
 
 
+def cublaslt_version():
+    """Version of the library that torch has loaded, e.g. 130100; None without one."""
+    import ctypes
+
+    maps = pathlib.Path("/proc/self/maps")
+    loaded = maps.read_text().splitlines() if maps.exists() else []
+    path = next((line.split()[-1] for line in loaded if "libcublasLt.so" in line), None)
+    if path is None:
+        return None
+    library = ctypes.CDLL(path)
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library.cublasLtGetVersion()
+
+
 def rounded(value):
     return round(float(value), 4)
 
@@ -174,17 +188,26 @@ def capture(backbone, head, temperature, args):
         for row, logits in zip(picked, run_batch(backbone, head, picked, args.device)):
             logits = logits.float().cpu()
             outputs[row["key"]] = (logits, torch.softmax(logits / temperature, 0))
+    more = {
+        "producer": "transformers, one causal row a question",
+        "profile": f"transformers {args.dtype}",
+        "batch": args.batch,
+    }
+    write_capture(args, tokenizer, cases, outputs, temperature, more)
+
+
+def write_capture(args, tokenizer, cases, outputs, temperature, more):
+    """Writes a capture: `outputs` has logits and probabilities by case and question id, `more` goes into the header."""
     header = {
         "omni_kev_capture": 1,
-        "producer": "transformers, one causal row a question",
+        **more,
         "manifest_sha256": sha256((args.export / "kev_export.json").read_bytes()),
         "corpus_sha256": sha256(pathlib.Path(args.corpus).read_bytes()),
-        "profile": f"transformers {args.dtype}",
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "batch": args.batch,
         "temperature": temperature,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cublaslt": cublaslt_version(),
         "transformers": transformers.__version__,
         "peft": peft.__version__,
         "unix_time": int(time.time()),
@@ -219,7 +242,7 @@ def capture(backbone, head, temperature, args):
                 "expected": expected.get(question["id"]),
             })
     pathlib.Path(args.out).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{len(rows)} questions -> {args.out}")
+    print(f"{len(outputs)} questions -> {args.out}")
 
 
 def timing(backbone, head, args):

@@ -61,6 +61,12 @@ pub enum ArtifactError {
         /// Digest of the bytes on disk.
         found: String,
     },
+    /// The place where adapters are merged failed.
+    #[error("an adapter cannot be merged: {reason}")]
+    Merge {
+        /// The device's reason.
+        reason: String,
+    },
     /// An identity field disagrees with a pinned profile.
     #[error(
         "profile {profile}: {field} is pinned to {expected}, this one has {found}; use the pinned revision or another profile"

@@ -11,10 +11,9 @@ use crate::base::Base;
 use crate::error::{ArtifactError, Result};
 use crate::geometry::TensorSpec;
 use crate::manifest::{
-    CUSTOM, ExporterRecord, FORMAT, FileRecord, LoraRecord, MANIFEST, Manifest, MergeRecord, Pins, SEAL,
-    Source, VERSION,
+    CUSTOM, ExporterRecord, FORMAT, FileRecord, LoraRecord, MANIFEST, Manifest, Pins, SEAL, Source, VERSION,
 };
-use crate::merge::merge;
+use crate::merge::{CpuMerger, Merger};
 use crate::progress::Progress;
 use crate::shards::{Planned, header, shards};
 use crate::staging::Staging;
@@ -80,23 +79,35 @@ impl Planned for Pending<'_> {
     }
 }
 
+/// Exports a checkpoint, merged on the CPU.
+///
+/// # Errors
+/// As [`export_with`].
+pub fn export(options: &ExportOptions, progress: &dyn Progress) -> Result<ExportSummary> {
+    export_with(options, &CpuMerger, progress)
+}
+
 /// Exports a checkpoint.
 ///
 /// # Errors
 /// [`ArtifactError`]: nothing of the output directory exists afterwards.
-pub fn export(options: &ExportOptions, progress: &dyn Progress) -> Result<ExportSummary> {
+pub fn export_with(
+    options: &ExportOptions,
+    merger: &dyn Merger,
+    progress: &dyn Progress,
+) -> Result<ExportSummary> {
     let base = Base::open(&options.base)?;
     let adapter = Adapter::open(&options.adapter, &base.geometry)?;
     let tokenizer_config = read_json(&options.base.join(TOKENIZER_FILES[1]))?;
     let pre_tokenizer = PreTokenizer::for_config(&tokenizer_config)?;
     Tokenizer::open(&options.base, pre_tokenizer)?;
-    let mut manifest = identity(options, &base, &adapter, pre_tokenizer);
+    let mut manifest = identity(options, merger, &base, &adapter, pre_tokenizer);
     if let Some(pins) = &options.pins {
         Pins { files: BTreeMap::new(), ..pins.clone() }.check(&manifest)?;
     }
 
     let staging = Staging::begin(&options.out)?;
-    let merged = merged_tensors(&base, &adapter);
+    let merged = merged_tensors(&base, &adapter, merger);
     let companion = if options.exact_companion { companion_tensors(&base, &adapter) } else { Vec::new() };
     progress.begin("export", merged.iter().chain(&companion).map(Planned::bytes).sum());
     let mut files = BTreeMap::new();
@@ -133,6 +144,7 @@ pub fn export(options: &ExportOptions, progress: &dyn Progress) -> Result<Export
 
 fn identity(
     options: &ExportOptions,
+    merger: &dyn Merger,
     base: &Base,
     adapter: &Adapter,
     pre_tokenizer: PreTokenizer,
@@ -153,11 +165,7 @@ fn identity(
         temperature: adapter.temperature,
         geometry: (&base.geometry).into(),
         lora: LoraRecord { rank: adapter.rank, alpha: adapter.alpha, modules: adapter.modules.len() },
-        merge: MergeRecord {
-            device: "cpu".to_owned(),
-            accumulation: "fp32, rank ascending, fused multiply-add, one rounding to bf16".to_owned(),
-            libraries: BTreeMap::new(),
-        },
+        merge: merger.record(),
         pre_tokenizer,
         backbone_dtype: "BF16".to_owned(),
         head_dtype: "F32".to_owned(),
@@ -205,14 +213,14 @@ fn unchanged<'a>(base: &'a Base, spec: TensorSpec, name: String) -> Option<Pendi
     Some(Pending { name, dtype, shape, make: Box::new(move || Ok(base.read(&spec)?.data)) })
 }
 
-fn merged_tensors<'a>(base: &'a Base, adapter: &'a Adapter) -> Vec<Pending<'a>> {
+fn merged_tensors<'a>(base: &'a Base, adapter: &'a Adapter, merger: &'a dyn Merger) -> Vec<Pending<'a>> {
     let tensors = base.geometry.tensors().into_iter();
     tensors
         .filter_map(|spec| {
             let name = format!("{PREFIX}{}", spec.name);
             let Some(lora) = adapter.modules.get(&spec.name) else { return unchanged(base, spec, name) };
             let shape = spec.shape.clone();
-            let make = Box::new(move || Ok(merge(&base.read(&spec)?, lora).into()));
+            let make = Box::new(move || Ok(merger.merge(&base.read(&spec)?, lora)?.into()));
             Some(Pending { name, dtype: TensorType::BF16, shape, make })
         })
         .collect()

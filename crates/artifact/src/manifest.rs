@@ -87,7 +87,7 @@ pub struct LoraRecord {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MergeRecord {
-    /// Where it ran: `cpu`.
+    /// Where it ran: `cpu`, or `cuda` and the device.
     pub device: String,
     /// Order of the arithmetic.
     pub accumulation: String,

@@ -1,9 +1,44 @@
-//! Owns the merge of an adapter into a projection, in an order of arithmetic that any CPU repeats bit for bit.
+//! Owns the merge of an adapter into a projection, in an order of arithmetic that any CPU repeats bit for bit, and the place of
+//! other orders.
+
+use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
 use crate::adapter::LoraPair;
+use crate::error::Result;
+use crate::manifest::MergeRecord;
 use crate::weights::{Tensor, TensorType};
+
+/// Merges adapters somewhere, in an order of arithmetic of its own.
+pub trait Merger {
+    /// What the manifest says of it.
+    fn record(&self) -> MergeRecord;
+
+    /// `r(W + s * (B A))` as BF16 bytes; `W [out, in]`, `A [rank, in]`, `B [out, rank]`.
+    ///
+    /// # Errors
+    /// [`crate::ArtifactError::Merge`] when the place it merges at fails.
+    fn merge(&self, weight: &Tensor, lora: &LoraPair) -> Result<Vec<u8>>;
+}
+
+/// Merges on this machine's cores, as peft does on a CPU.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuMerger;
+
+impl Merger for CpuMerger {
+    fn record(&self) -> MergeRecord {
+        MergeRecord {
+            device: "cpu".to_owned(),
+            accumulation: "fp32, rank ascending, fused multiply-add, one rounding to bf16".to_owned(),
+            libraries: BTreeMap::new(),
+        }
+    }
+
+    fn merge(&self, weight: &Tensor, lora: &LoraPair) -> Result<Vec<u8>> {
+        Ok(merge(weight, lora))
+    }
+}
 
 /// `r(W + s * (B A))` as BF16 bytes: per element the sum over the rank in ascending order with fused multiply-adds in
 /// FP32, times the scale, added to the widened base weight, and rounded once, to nearest even.

@@ -11,12 +11,14 @@
 #include "norms.cu"
 #include "pointer_head.cu"
 #include "query_key_value.cu"
+#include "service.cu"
+#include "service_attention.cu"
 #include "swiglu.cu"
 #include "tuning.cu"
 
 // The binary asks for this name, so that kernels of another version are refused instead of misread.
 // Raise the number with every change of a kernel's parameters; `module.rs` holds the same number.
-extern "C" __global__ void omni_kev_kernels_7() {}
+extern "C" __global__ void omni_kev_kernels_8() {}
 
 // Fails asynchronously, as a broken device does: for the test of what happens then.
 extern "C" __global__ void omni_kev_trap() { __trap(); }

@@ -2,9 +2,10 @@
 //!
 //! Reading order: `engine` (a GPU and an arithmetic), `ops` (the contract's operations as kernel launches), `mixers`
 //! (their tensor-core paths), `layout` (a pass as tables the kernels read), `shapes` (what passes are padded to), `gemm` and `tuning` (projections and how
-//! their algorithms are chosen), `weights`, `device` (context, stream, memory), `module` (finding and loading kernels).
+//! their algorithms are chosen), `blas` and `service` (the operations of profile `service`), `weights`, `device` (context, stream, memory), `module` (finding and loading kernels).
 //! The kernels are in `kernels/*.cu`, one family a file; docs/cuda.md says how they are built and what was measured.
 
+mod blas;
 mod device;
 mod engine;
 mod gemm;
@@ -13,6 +14,7 @@ mod layout;
 mod mixers;
 mod module;
 mod ops;
+mod service;
 mod shapes;
 mod tuning;
 mod weights;
@@ -22,3 +24,7 @@ pub use engine::{CudaOps, CudaOptions, Profile, Weight};
 pub use graph::Recording;
 pub use layout::Layout;
 pub use module::{FILE_NAME, PATH_VARIABLE};
+pub use service::{
+    ATTENTION_DIM, AttentionHeads, DELTA_DIM, DeltaHeads, DeltaScratch, Grid, HISTORY_ROWS, HeadSource, Ints, Rotation,
+    ServiceOps,
+};

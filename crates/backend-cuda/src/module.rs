@@ -16,7 +16,7 @@ pub const PATH_VARIABLE: &str = "OMNI_KEV_KERNELS";
 /// Name of the file of compiled kernels, looked for beside the executable.
 pub const FILE_NAME: &str = "omni-kev.fatbin";
 /// A kernel every build of matching kernels has; `kernels.cu` holds the same number.
-const VERSION_MARK: &str = "omni_kev_kernels_7";
+const VERSION_MARK: &str = "omni_kev_kernels_8";
 /// Dynamic shared memory that needs no permission.
 const PLAIN_SHARED: u32 = 48 * 1024;
 

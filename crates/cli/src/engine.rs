@@ -9,7 +9,8 @@ use artifact::{Export, OpenOptions, Pins};
 use clap::{Args, ValueEnum};
 use decision::Tree;
 use executor::{
-    CacheLimits, CacheStats, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, open_cpu, open_cuda,
+    CacheLimits, CacheStats, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, ServiceExecutor, ServiceOptions, open_cpu,
+    open_cuda,
 };
 use processor::{Processor, ProcessorOptions};
 use scheduler::Execute;
@@ -58,6 +59,8 @@ pub(crate) enum Profile {
     Exact,
     /// BF16 weights and operands, FP32 sums, states and residual stream; GPUs only.
     Fast,
+    /// The official BF16 service's passes, operations and roundings, for comparison with it; sm_90 GPUs with cuBLAS only.
+    Service,
 }
 
 impl Profile {
@@ -65,6 +68,7 @@ impl Profile {
         match self {
             Self::Exact => "exact",
             Self::Fast => "fast",
+            Self::Service => "service",
         }
     }
 }
@@ -87,6 +91,9 @@ pub(crate) struct EngineArguments {
     /// Launch every operation of every pass instead of replaying recorded ones
     #[arg(long, env = "OMNI_KEV_NO_CUDA_GRAPHS")]
     no_cuda_graphs: bool,
+    /// Run the passes of profile service as they are, instead of padding them to the official service's buckets
+    #[arg(long, env = "OMNI_KEV_SERVICE_EAGER")]
+    service_eager: bool,
     /// Threads of the CPU; 0 means one per core
     #[arg(long, env = "OMNI_KEV_THREADS", default_value_t = 0)]
     threads: usize,
@@ -152,6 +159,9 @@ impl EngineArguments {
         give("--threads", Some(self.threads.to_string()));
         give("--prefix-cache-states", self.prefix_cache_states.map(|states| states.to_string()));
         give("--prefix-cache-bytes", self.prefix_cache_bytes.map(|bytes| bytes.to_string()));
+        if self.service_eager {
+            words.push("--service-eager".to_owned());
+        }
         if self.no_cuda_graphs {
             words.push("--no-cuda-graphs".to_owned());
         }
@@ -203,6 +213,7 @@ impl EngineArguments {
         let arithmetic = match profile {
             Profile::Exact => CudaProfile::Exact,
             Profile::Fast => CudaProfile::Fast,
+            Profile::Service => return self.service(export, arguments),
         };
         let cuda = CudaOptions { ordinal: self.devices, profile: arithmetic, graphs: !self.no_cuda_graphs };
         let executor = open_cuda(export, &options, cuda)?;
@@ -219,6 +230,35 @@ impl EngineArguments {
             cache,
             memory,
         })
+    }
+}
+
+impl EngineArguments {
+    /// The executor of profile `service`.
+    pub(crate) fn service_executor(
+        &self,
+        export: &Export,
+        arguments: &ProcessorArguments,
+    ) -> Result<ServiceExecutor> {
+        let options = ServiceOptions {
+            ordinal: self.devices,
+            max_state_tokens: arguments.max_state_tokens,
+            max_row_tokens: arguments.max_row_tokens,
+            max_question_tokens: arguments.max_question_tokens,
+            bucketed: !self.service_eager,
+        };
+        Ok(ServiceExecutor::open(export, &options)?)
+    }
+
+    fn service(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+        let executor = self.service_executor(export, arguments)?;
+        let description = executor.describe();
+        let cache = executor.cache_stats();
+        let memory = Some(executor.device_memory());
+        let unlimited = ExecutorOptions { max_question_tokens: usize::MAX, ..ExecutorOptions::default() };
+        let processor = arguments.processor(export, &unlimited);
+        let execute = Box::new(executor);
+        Ok(Engine { execute, processor, backend: "cuda", profile: Profile::Service, description, cache, memory })
     }
 }
 

@@ -3,9 +3,20 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use artifact::{ExportOptions, Pins, export};
+use artifact::{CpuMerger, ExportOptions, Merger, Pins, export_with};
+use clap::ValueEnum;
+use executor::CudaMerger;
 
 use crate::progress::Shown;
+
+/// Where an adapter is merged.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum MergeDevice {
+    /// On this machine's cores: the same bits everywhere.
+    Cpu,
+    /// On a GPU by cuBLAS, as the official service does; profile service asks for it.
+    Cuda,
+}
 
 /// Arguments of `export`.
 #[derive(clap::Args)]
@@ -25,6 +36,12 @@ pub(crate) struct Arguments {
     /// Leave out the unmerged projections; profile exact is then refused
     #[arg(long, env = "OMNI_KEV_NO_EXACT")]
     no_exact: bool,
+    /// Where the adapter is merged
+    #[arg(long, env = "OMNI_KEV_MERGE_DEVICE", value_enum, default_value = "cpu")]
+    merge_device: MergeDevice,
+    /// GPU that merges, in the driver's order
+    #[arg(long, env = "OMNI_KEV_DEVICES", default_value_t = 0)]
+    devices: usize,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
@@ -36,7 +53,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         exact_companion: !arguments.no_exact,
         commit: option_env!("OMNI_KEV_COMMIT").map(str::to_owned),
     };
-    let summary = export(&options, &Shown::new())?;
+    let merger: Box<dyn Merger> = match arguments.merge_device {
+        MergeDevice::Cpu => Box::new(CpuMerger),
+        MergeDevice::Cuda => Box::new(CudaMerger::open(arguments.devices)?),
+    };
+    let summary = export_with(&options, merger.as_ref(), &Shown::new())?;
     let manifest = &summary.manifest;
     eprintln!(
         "exported {} ({} modules merged, {} files, {} bytes) to {}",

@@ -15,6 +15,7 @@ mod progress;
 mod serve;
 mod synth;
 mod tokens;
+mod trace;
 mod verify;
 mod worker;
 
@@ -60,6 +61,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Judge a capture against a reference's, gate by gate
     Accept(accept::Arguments),
+    /// Compare profile service with a trace of the reference, layer by layer
+    Trace(trace::Arguments),
 }
 
 /// How much is logged.
@@ -135,6 +138,7 @@ fn main() -> ExitCode {
         Command::Corpus(arguments) => corpus::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Accept(arguments) => accept::run(&arguments),
+        Command::Trace(arguments) => trace::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

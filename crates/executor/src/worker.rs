@@ -59,6 +59,15 @@ pub enum ExecutorError {
     /// The backend could not start.
     #[error(transparent)]
     Backend(#[from] backend::BackendError),
+    /// Profile `service` needs the merge of a GPU.
+    #[error(
+        "the adapter of this export was merged on {found}; profile service expects the merge of a GPU, which sums some modules in \
+         another order: export again with --merge-device cuda"
+    )]
+    Merged {
+        /// Where the manifest says it was merged.
+        found: String,
+    },
     /// The device has not enough memory for these options.
     #[error(
         "{device} has {:.2} GB free, {:.2} GB are needed ({parts}): give the prefix cache, the longest rows or the batch \
