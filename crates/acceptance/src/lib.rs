@@ -6,12 +6,14 @@ mod gates;
 mod judge;
 mod noise;
 mod plan;
+mod qualification;
 
 pub use capture::{Capture, Entry, Header, Kind, Question, Readouts, Usage};
 pub use gates::{GATES, Gates};
 pub use judge::{Flip, Gate, Report, Status, judge};
 pub use noise::{Distribution, distribution};
 pub use plan::Plan;
+pub use qualification::{Configuration, Qualification, Standing};
 
 /// Why captures cannot be judged at all. A run that is invalid has neither passed nor failed.
 #[derive(Debug, thiserror::Error)]
@@ -19,6 +21,14 @@ pub enum Invalid {
     /// A file cannot be read.
     #[error("{file}: cannot read: {source}")]
     Io {
+        /// The file.
+        file: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A file cannot be written.
+    #[error("{file}: cannot write: {source}")]
+    Write {
         /// The file.
         file: String,
         /// The system's reason.

@@ -106,10 +106,14 @@ extern "C" __global__ void __launch_bounds__(128)
                                    pack(s[2 * step + 1][2], s[2 * step + 1][3])};
             const int j = start + step * 16 + pair;
             if (start + step * 16 >= keys) break;
-            const bf16* low = v + (size_t)min(j, keys - 2) * DIM + group;
-            const bf16* high = v + (size_t)min(j + 8, keys - 2) * DIM + group;
+            // Keys behind the last weigh nothing; the last one stands in for them.
+            const bf16* low = v + (size_t)min(j, keys - 1) * DIM + group;
+            const bf16* high = v + (size_t)min(j + 8, keys - 1) * DIM + group;
+            const int low_step = j + 1 < keys ? DIM : 0, high_step = j + 9 < keys ? DIM : 0;
 #pragma unroll
-            for (int n = 0; n < 32; n++) multiply(o[n], a, column_pair(low + n * 8, DIM), column_pair(high + n * 8, DIM));
+            for (int n = 0; n < 32; n++) {
+                multiply(o[n], a, column_pair(low + n * 8, low_step), column_pair(high + n * 8, high_step));
+            }
         }
     }
 #pragma unroll

@@ -203,7 +203,14 @@ impl Blas {
     /// Solves `l x = b` in place for many row-major lower triangles `l [size, size]` with unit diagonals, whose diagonal and
     /// upper part are not read; every `b` is `[right, size]`, a right-hand side a row. `triangles` and `sides` are addresses of
     /// arrays of `count` addresses.
-    pub(crate) fn solve(&self, triangles: u64, sides: u64, size: usize, right: usize, count: usize) -> Result<()> {
+    pub(crate) fn solve(
+        &self,
+        triangles: u64,
+        sides: u64,
+        size: usize,
+        right: usize,
+        count: usize,
+    ) -> Result<()> {
         self.bind()?;
         let one = 1.0_f32;
         // SAFETY: the caller has made the arrays of addresses of buffers that hold these shapes.

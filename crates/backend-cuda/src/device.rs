@@ -3,6 +3,7 @@
 //! The driver is opened at run time; a machine without it gets an error, not a failed load.
 #![allow(unsafe_code)] // Calls into the CUDA driver.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use backend::{BackendError, DType, Result};
@@ -68,6 +69,25 @@ impl Device {
         let (major, minor) = self.context.compute_capability().unwrap_or_default();
         let gib = self.context.total_mem().unwrap_or_default() >> 30;
         format!("{name}, compute capability {major}.{minor}, {gib} GiB")
+    }
+
+    /// What results may depend on, by name: device, driver, kernels.
+    pub fn identity(&self) -> BTreeMap<String, String> {
+        let driver = std::fs::read_to_string("/sys/module/nvidia/version")
+            .map(|version| version.trim().to_owned())
+            .ok()
+            .filter(|version| !version.is_empty())
+            .unwrap_or_else(|| {
+                let mut version = 0;
+                // SAFETY: writes one number.
+                let _ = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+                format!("CUDA {version}")
+            });
+        BTreeMap::from([
+            ("device".to_owned(), self.describe()),
+            ("driver".to_owned(), driver),
+            ("kernels".to_owned(), self.module.digest().to_owned()),
+        ])
     }
 
     /// Bytes of shared memory that a block may have.

@@ -1,7 +1,7 @@
 //! Owns one engine: a GPU, an arithmetic, and the ways to submit work to them. Knows no operation's contract.
 #![allow(unsafe_code)] // Submits kernels, whose parameters no compiler checks.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use backend::{BackendError, DType, Result, Role};
@@ -122,6 +122,15 @@ impl CudaOps {
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    /// What results may depend on, by name: device, driver, kernels, libraries.
+    pub fn identity(&self) -> BTreeMap<String, String> {
+        let mut identity = self.device.identity();
+        if self.gemm.is_some() {
+            identity.insert("cublaslt".to_owned(), Gemm::version().to_string());
+        }
+        identity
     }
 
     /// The arithmetic.

@@ -132,6 +132,12 @@ pub(crate) fn class_of(rows: usize) -> usize {
 }
 
 impl Gemm {
+    /// Version of cuBLASLt, e.g. 130100. Only asked once the library is there.
+    pub(crate) fn version() -> usize {
+        // SAFETY: takes nothing and returns a number.
+        unsafe { sys::cublasLtGetVersion() }
+    }
+
     /// Opens cuBLASLt.
     ///
     /// # Errors

@@ -25,6 +25,6 @@ pub use graph::Recording;
 pub use layout::Layout;
 pub use module::{FILE_NAME, PATH_VARIABLE};
 pub use service::{
-    ATTENTION_DIM, AttentionHeads, DELTA_DIM, DeltaHeads, DeltaScratch, Grid, HISTORY_ROWS, HeadSource, Ints, Rotation,
-    ServiceOps,
+    ATTENTION_DIM, AttentionHeads, DELTA_DIM, DeltaHeads, DeltaScratch, Grid, HISTORY_ROWS, HeadSource, Ints,
+    Rotation, ServiceOps,
 };

@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use backend::{BackendError, Result};
 use cudarc::driver::{CudaContext, result, sys};
+use sha2::{Digest, Sha256};
 
 use crate::device::failure;
 
@@ -57,6 +58,7 @@ pub(crate) struct Module {
     raw: sys::CUmodule,
     context: Arc<CudaContext>,
     functions: RwLock<HashMap<String, Function>>,
+    digest: String,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -75,19 +77,26 @@ impl Module {
     /// Loads the kernels into `context`.
     pub(crate) fn load(context: &Arc<CudaContext>) -> Result<Self> {
         let (name, mut data) = image()?;
+        let digest = hex::encode(Sha256::digest(&data));
         data.push(0); // PTX text inside must end somewhere.
         context.bind_to_thread().map_err(|error| failure("binding the context", error))?;
         // SAFETY: the driver parses the image and copies what it needs; a malformed one is refused by its header.
         let raw = unsafe { result::module::load_data(data.as_ptr().cast()) }.map_err(|error| {
             BackendError::Device(format!("the kernels in {name} cannot be loaded on this device: {error}"))
         })?;
-        let module = Self { raw, context: Arc::clone(context), functions: RwLock::new(HashMap::new()) };
+        let module =
+            Self { raw, context: Arc::clone(context), functions: RwLock::new(HashMap::new()), digest };
         module.function(VERSION_MARK, 0).map_err(|_| {
             BackendError::Device(format!(
                 "the kernels in {name} belong to another version of this program ({VERSION_MARK} is missing)"
             ))
         })?;
         Ok(module)
+    }
+
+    /// SHA-256 of the compiled kernels.
+    pub(crate) fn digest(&self) -> &str {
+        &self.digest
     }
 
     /// The kernel of a name, allowed `shared` bytes of dynamic shared memory.

@@ -6,15 +6,20 @@
 //! other than 128, four taps, attention heads other than 256.
 #![allow(unsafe_code)] // Hands device addresses to cuBLAS.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use backend::{DType, HostTensor, LowRank, Result};
 use half::bf16;
 
-use crate::blas::{Batched, Blas};
+use crate::blas::Blas;
 use crate::device::{Arguments, Buffer, Device, Memory};
 use crate::engine::{CudaOps, CudaOptions, Profile, contract, holds, is, letter};
 use crate::weights::{check_tensor, floats};
+
+mod delta;
+
+pub use delta::DeltaScratch;
 
 /// Width of a DeltaNet head.
 pub const DELTA_DIM: usize = 128;
@@ -22,8 +27,6 @@ pub const DELTA_DIM: usize = 128;
 pub const ATTENTION_DIM: usize = 256;
 /// Rows that a convolution needs of what lies before it.
 pub const HISTORY_ROWS: usize = 3;
-/// Tokens of a chunk of the delta rule.
-const CHUNK: usize = 64;
 
 /// Whole numbers on the device: ids, positions, offsets.
 #[derive(Debug)]
@@ -45,10 +48,6 @@ impl Grid {
     /// Tokens in all.
     pub fn rows(self) -> usize {
         self.batch * self.length
-    }
-
-    fn chunks(self) -> usize {
-        self.length.div_ceil(CHUNK)
     }
 }
 
@@ -107,18 +106,6 @@ pub struct HeadSource {
     pub stride: usize,
 }
 
-/// Memory of the delta rule for the largest batch.
-pub struct DeltaScratch {
-    padded: [Buffer; 5],
-    squares: [Buffer; 2],
-    sums: Buffer,
-    steps: [Buffer; 4],
-    update: Buffer,
-    pointers: [Memory; 3],
-    chunks: usize,
-    sequences: usize,
-}
-
 /// The operations on one GPU.
 pub struct ServiceOps {
     blas: Blas,
@@ -150,6 +137,13 @@ impl ServiceOps {
         self.cuda.fail()
     }
 
+    /// What results may depend on, by name: device, driver, kernels, cuBLAS.
+    pub fn identity(&self) -> BTreeMap<String, String> {
+        let mut identity = self.cuda.identity();
+        identity.insert("cublas".to_owned(), self.blas.version().to_string());
+        identity
+    }
+
     /// Version of cuBLAS, e.g. 130100.
     pub fn blas_version(&self) -> i32 {
         self.blas.version()
@@ -165,10 +159,13 @@ impl ServiceOps {
         let ([columns, depth], [rank, _]) = (&weight.shape[..], &adapter.a.shape[..]) else {
             return Err(contract("merge", format!("shapes {:?}, {:?}", weight.shape, adapter.a.shape)));
         };
-        for (what, tensor, shape) in [("a", &adapter.a, [*rank, *depth]), ("b", &adapter.b, [*columns, *rank])] {
+        for (what, tensor, shape) in
+            [("a", &adapter.a, [*rank, *depth]), ("b", &adapter.b, [*columns, *rank])]
+        {
             check_tensor("merge", tensor)?;
             if tensor.dtype != DType::F32 || tensor.shape != shape {
-                let reason = format!("{what} is {:?} {:?}, expected F32 {shape:?}", tensor.dtype, tensor.shape);
+                let reason =
+                    format!("{what} is {:?} {:?}, expected F32 {shape:?}", tensor.dtype, tensor.shape);
                 return Err(contract("merge", reason));
             }
         }
@@ -307,7 +304,10 @@ impl ServiceOps {
         out: &mut Buffer,
     ) -> Result<()> {
         let elements = grid.rows() * width;
-        self.check("add_rms_norm", &[("residual", residual, elements), ("weight", weight, width), ("out", out, elements)])?;
+        self.check(
+            "add_rms_norm",
+            &[("residual", residual, elements), ("weight", weight, width), ("out", out, elements)],
+        )?;
         if let Some(delta) = delta {
             self.check("add_rms_norm", &[("delta", delta, elements)])?;
         }
@@ -338,7 +338,10 @@ impl ServiceOps {
         (rows, columns, depth): (usize, usize, usize),
         out: &mut Buffer,
     ) -> Result<()> {
-        self.check("linear", &[("x", x, rows * depth), ("weight", weight, columns * depth), ("out", out, rows * columns)])?;
+        self.check(
+            "linear",
+            &[("x", x, rows * depth), ("weight", weight, columns * depth), ("out", out, rows * columns)],
+        )?;
         let [x, weight, out] = [x, weight, out].map(|buffer| buffer.memory.pointer());
         self.blas.linear(x, weight, out, (rows, columns, depth))
     }
@@ -384,7 +387,10 @@ impl ServiceOps {
         (beta, decay): (&mut Buffer, &mut Buffer),
     ) -> Result<()> {
         let count = rows * heads;
-        self.check("gates", &[("b", b, count), ("a", a, count), ("a_log", a_log, heads), ("dt_bias", dt_bias, heads)])?;
+        self.check(
+            "gates",
+            &[("b", b, count), ("a", a, count), ("a_log", a_log, heads), ("dt_bias", dt_bias, heads)],
+        )?;
         holds("gates", "beta", beta, count)?;
         holds("gates", "decay", decay, count)?;
         let arguments = Arguments::default()
@@ -399,182 +405,18 @@ impl ServiceOps {
         self.cuda.launch("service_gates", (count.div_ceil(256), 1, 1), 256, arguments)
     }
 
-    /// Scratch memory of the delta rule for batches of up to `chunks` chunks and `sequences` rows.
-    ///
-    /// # Errors
-    /// [`backend::BackendError::Memory`].
-    pub fn delta_scratch(&self, heads: DeltaHeads, chunks: usize, sequences: usize) -> Result<DeltaScratch> {
-        let (count, many) = (chunks * heads.values, sequences * heads.values);
-        let wide = |elements| self.buffer("chunks of the delta rule", DType::F32, elements);
-        let matrix = || wide(count * CHUNK * DELTA_DIM);
-        let step = || wide(many * CHUNK * DELTA_DIM);
-        let addresses = || self.device().allocate("addresses of chunks", count * 8);
-        Ok(DeltaScratch {
-            padded: [matrix()?, matrix()?, matrix()?, matrix()?, matrix()?],
-            squares: [wide(count * CHUNK * CHUNK)?, wide(count * CHUNK * CHUNK)?],
-            sums: wide(count * CHUNK)?,
-            steps: [step()?, step()?, step()?, step()?],
-            update: wide(many * DELTA_DIM * DELTA_DIM)?,
-            pointers: [addresses()?, addresses()?, addresses()?],
-            chunks,
-            sequences,
-        })
-    }
-
-    /// Bytes of [`ServiceOps::delta_scratch`].
-    pub fn delta_scratch_bytes(heads: DeltaHeads, chunks: usize, sequences: usize) -> usize {
-        let (count, many) = (chunks * heads.values, sequences * heads.values);
-        count * (CHUNK * (5 * DELTA_DIM + 2 * CHUNK + 1) * 4 + 24)
-            + many * DELTA_DIM * (4 * CHUNK + DELTA_DIM) * 4
-    }
-
-    /// The gated delta rule in chunks of 64 from the batch's start, FP32 inside: from `states [batch, heads, 128, 128]`, which it
-    /// replaces by the final ones. `mixed [rows, q | k | v]`, `out [rows, value heads, 128]`.
-    ///
-    /// # Errors
-    /// [`backend::BackendError`].
-    #[allow(clippy::too_many_arguments)] // Its operands are these.
-    pub fn delta_rule(
-        &self,
-        mixed: &Buffer,
-        (beta, decay): (&Buffer, &Buffer),
-        heads: DeltaHeads,
-        grid: Grid,
-        states: &mut Buffer,
-        scratch: &mut DeltaScratch,
-        out: &mut Buffer,
-    ) -> Result<()> {
-        let (chunks, many) = (grid.chunks(), grid.batch * heads.values);
-        let (padded, count) = (chunks * CHUNK, chunks * many);
-        self.check("delta_rule", &[("mixed", mixed, grid.rows() * heads.channels())])?;
-        self.check("delta_rule", &[("out", out, grid.rows() * heads.values * DELTA_DIM)])?;
-        holds("delta_rule", "beta", beta, grid.rows() * heads.values)?;
-        holds("delta_rule", "decay", decay, grid.rows() * heads.values)?;
-        holds("delta_rule", "states", states, grid.batch * heads.state())?;
-        if chunks * grid.batch > scratch.chunks || grid.batch > scratch.sequences {
-            let reason = format!(
-                "{} chunks of {} rows, scratch for {} of {}",
-                chunks * grid.batch,
-                grid.batch,
-                scratch.chunks,
-                scratch.sequences
-            );
-            return Err(contract("delta_rule", reason));
-        }
-        let address = |buffer: &Buffer| buffer.memory.pointer();
-        let [q, k, kb, vb, kbd] = &scratch.padded;
-        let [solve, within] = &scratch.squares;
-        let sums = &scratch.sums;
-        let arguments = Arguments::default()
-            .buffer(mixed)
-            .buffer(beta)
-            .buffer(q)
-            .buffer(k)
-            .buffer(kb)
-            .buffer(vb)
-            .int(grid.length)
-            .int(padded)
-            .int(heads.keys)
-            .int(heads.values);
-        self.cuda.launch("service_delta_prepare", (padded.div_ceil(8), heads.keys, grid.batch), 256, arguments)?;
-        // torch scans rows of 64 by 32 threads where there are at most 32 of them, else by 16.
-        let threads = if count <= 32 { 32 } else { 16 };
-        let arguments = Arguments::default()
-            .buffer(decay)
-            .buffer(sums)
-            .int(grid.length)
-            .int(padded)
-            .int(heads.values)
-            .int(threads);
-        self.cuda.launch("service_delta_sums", (chunks, heads.values, grid.batch), 32, arguments)?;
-        let matrix = CHUNK * DELTA_DIM;
-        for (left, target) in [(kb, solve), (q, within)] {
-            self.blas.batched(Batched {
-                transposed: (true, false),
-                m: CHUNK,
-                n: CHUNK,
-                depth: DELTA_DIM,
-                a: (address(k), DELTA_DIM, matrix),
-                b: (address(left), DELTA_DIM, matrix),
-                c: (address(target), CHUNK, CHUNK * CHUNK),
-                count,
-            })?;
-        }
-        let arguments = Arguments::default()
-            .buffer(sums)
-            .buffer(solve)
-            .buffer(within)
-            .buffer(q)
-            .buffer(k)
-            .buffer(kb)
-            .buffer(kbd);
-        self.cuda.launch("service_delta_decay", (count, 1, 1), 256, arguments)?;
-        let sides = [(solve, CHUNK * CHUNK), (vb, matrix), (kbd, matrix)];
-        for ((buffer, step), pointers) in sides.into_iter().zip(&scratch.pointers) {
-            let arguments = Arguments::default()
-                .pointer(address(buffer))
-                .pointer(pointers.pointer())
-                .int(step * 4)
-                .int(count);
-            self.cuda.launch("service_pointers", (count.div_ceil(256), 1, 1), 256, arguments)?;
-        }
-        let [triangles, values, keys] = &scratch.pointers;
-        for side in [values, keys] {
-            self.blas.solve(triangles.pointer(), side.pointer(), CHUNK, DELTA_DIM, count)?;
-        }
-        let [predicted, fresh, across, inside] = &scratch.steps;
-        let state = (address(states), DELTA_DIM, DELTA_DIM * DELTA_DIM);
-        let fresh_side = (address(fresh), DELTA_DIM, matrix);
-        for chunk in 0..chunks {
-            let at = |buffer: &Buffer, size: usize| address(buffer) + (chunk * size * 4) as u64;
-            let product = |b, transposed_b, m, n, depth, a, c: (&Buffer, usize)| {
-                self.blas.batched(Batched {
-                    transposed: (false, transposed_b),
-                    m,
-                    n,
-                    depth,
-                    a,
-                    b,
-                    c: (address(c.0), DELTA_DIM, c.1),
-                    count: many,
-                })
-            };
-            let (rows, width) = (CHUNK, DELTA_DIM);
-            let solved = (at(kbd, matrix), CHUNK, chunks * matrix);
-            product(solved, true, width, rows, width, state, (predicted, matrix))?;
-            let arguments = Arguments::default()
-                .buffer(vb)
-                .buffer(predicted)
-                .buffer(fresh)
-                .int(chunk)
-                .int(chunks);
-            self.cuda.launch("service_delta_fresh", (many, 1, 1), 256, arguments)?;
-            product((at(q, matrix), width, chunks * matrix), false, width, rows, width, state, (across, matrix))?;
-            let inner = (at(within, CHUNK * CHUNK), CHUNK, chunks * CHUNK * CHUNK);
-            product(inner, false, width, rows, CHUNK, fresh_side, (inside, matrix))?;
-            let keys = (at(k, matrix), width, chunks * matrix);
-            product(keys, true, width, width, CHUNK, fresh_side, (&scratch.update, width * width))?;
-            let arguments = Arguments::default()
-                .buffer(across)
-                .buffer(inside)
-                .buffer(&scratch.update)
-                .buffer(sums)
-                .buffer(states)
-                .buffer(out)
-                .int(chunk)
-                .int(padded)
-                .int(grid.length)
-                .int(heads.values);
-            self.cuda.launch("service_delta_step", (many, 1, 1), 256, arguments)?;
-        }
-        Ok(())
-    }
-
     /// Gated RMSNorm over heads of 128, in place; `z` like `o`, `count` heads in all.
     ///
     /// # Errors
     /// [`backend::BackendError`].
-    pub fn gated_norm(&self, o: &mut Buffer, z: &Buffer, weight: &Buffer, eps: f32, count: usize) -> Result<()> {
+    pub fn gated_norm(
+        &self,
+        o: &mut Buffer,
+        z: &Buffer,
+        weight: &Buffer,
+        eps: f32,
+        count: usize,
+    ) -> Result<()> {
         let elements = count * DELTA_DIM;
         self.check("gated_norm", &[("o", o, elements), ("z", z, elements), ("weight", weight, DELTA_DIM)])?;
         let arguments = Arguments::default().buffer(o).buffer(z).buffer(weight).float(eps).int(count);
@@ -598,7 +440,10 @@ impl ServiceOps {
         self.check("heads", &[("source", source, grid.rows() * place.row)])?;
         self.check("heads", &[("out", out, grid.batch * place.heads * capacity * ATTENTION_DIM)])?;
         if offset + grid.length > capacity {
-            return Err(contract("heads", format!("{} tokens at {offset} of {capacity} places", grid.length)));
+            return Err(contract(
+                "heads",
+                format!("{} tokens at {offset} of {capacity} places", grid.length),
+            ));
         }
         let pointer = |pick: fn(&Rotation) -> u64| rotation.map_or(0, pick);
         let arguments = Arguments::default()
@@ -636,7 +481,10 @@ impl ServiceOps {
     ) -> Result<()> {
         let elements = grid.rows() * heads.queries * ATTENTION_DIM;
         let kept = grid.batch * heads.keys * keys * ATTENTION_DIM;
-        self.check("attention", &[("query", query, elements), ("key", key, kept), ("value", value, kept), ("out", out, elements)])?;
+        self.check(
+            "attention",
+            &[("query", query, elements), ("key", key, kept), ("value", value, kept), ("out", out, elements)],
+        )?;
         let arguments = Arguments::default()
             .buffer(query)
             .buffer(key)
@@ -659,8 +507,7 @@ impl ServiceOps {
     pub fn output_gate(&self, out: &mut Buffer, projected: &Buffer, heads: usize, rows: usize) -> Result<()> {
         let elements = rows * heads * ATTENTION_DIM;
         self.check("output_gate", &[("out", out, elements), ("projected", projected, 2 * elements)])?;
-        let arguments =
-            Arguments::default().buffer(out).buffer(projected).int(heads).int(ATTENTION_DIM);
+        let arguments = Arguments::default().buffer(out).buffer(projected).int(heads).int(ATTENTION_DIM);
         self.cuda.launch("service_output_gate", (rows, 1, 1), 256, arguments)
     }
 
@@ -690,9 +537,15 @@ impl ServiceOps {
         let room = |buffer: &Buffer| buffer.elements * buffer.dtype.size() / 2;
         for (what, buffer, (start, stride)) in [("source", source, from), ("target", &*target, to)] {
             let end = start + rows.saturating_sub(1) * stride + width;
-            if end > room(buffer) || !start.is_multiple_of(4) || !stride.is_multiple_of(4) || !width.is_multiple_of(4) {
-                let reason =
-                    format!("{what}: {rows} runs of {width} from {start} every {stride}, {} elements", room(buffer));
+            if end > room(buffer)
+                || !start.is_multiple_of(4)
+                || !stride.is_multiple_of(4)
+                || !width.is_multiple_of(4)
+            {
+                let reason = format!(
+                    "{what}: {rows} runs of {width} from {start} every {stride}, {} elements",
+                    room(buffer)
+                );
                 return Err(contract("copy", reason));
             }
         }

@@ -53,7 +53,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     if report.passed { Ok(()) } else { Err(Denied("a gate failed".to_owned()).into()) }
 }
 
-fn print(report: &Report) {
+/// Prints a report: gates, flips, distributions, verdict.
+pub(crate) fn print(report: &Report) {
     for gate in &report.gates {
         let word = match gate.status {
             Status::Passed => "PASS",

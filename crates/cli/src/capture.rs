@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use artifact::Export;
 use processor::pytext::{self, JsonStyle};
 use processor::{Prepared, parse_request};
 use serde_json::json;
@@ -12,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use crate::Internal;
 use crate::engine::{
-    Engine, EngineArguments, Labels, ProcessorArguments, open_engine, read_corpus, run_trees,
+    CorpusLine, Engine, EngineArguments, Labels, ProcessorArguments, open_engine, read_corpus, run_trees,
 };
 
 /// Arguments of `capture`.
@@ -37,9 +38,33 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (lines, corpus_sha256) = read_corpus(&arguments.corpus)?;
-    let (export, engine) =
+    let (export, mut engine) =
         open_engine(&arguments.export, None, &arguments.engine, &arguments.processor, |_| Ok(()))?;
-    let Engine { mut execute, processor, backend, profile, description, .. } = engine;
+    let captured = record(&lines, &corpus_sha256, &export, &mut engine, arguments.batch)?;
+    write_out(&arguments.out, captured.text.as_bytes())?;
+    let Captured { questions, refused, .. } = captured;
+    eprintln!("captured {questions} questions of {} requests, {refused} refused", lines.len());
+    Ok(())
+}
+
+/// A capture in memory.
+pub(crate) struct Captured {
+    /// The file's text.
+    pub(crate) text: String,
+    /// Questions in it.
+    pub(crate) questions: usize,
+    /// Requests that were refused.
+    pub(crate) refused: usize,
+}
+
+/// Runs a corpus, `batch` requests together.
+pub(crate) fn record(
+    lines: &[CorpusLine],
+    corpus_sha256: &str,
+    export: &Export,
+    engine: &mut Engine,
+    batch: u16,
+) -> Result<Captured> {
     let mut text = String::new();
     let mut push = |value: serde_json::Value| {
         text.push_str(&value.to_string());
@@ -51,18 +76,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         "commit": option_env!("OMNI_KEV_COMMIT"),
         "manifest_sha256": export.manifest_sha256,
         "corpus_sha256": corpus_sha256,
-        "profile": profile.name(),
-        "backend": backend,
-        "device": description,
-        "batch": arguments.batch,
+        "profile": engine.profile.name(),
+        "form": engine.form,
+        "backend": engine.backend,
+        "device": engine.description,
+        "identity": engine.identity,
+        "batch": batch,
         "temperature": export.temperature,
-        "unix_time": SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        "unix_time": unix_time(),
     }));
     let (mut questions, mut refused) = (0, 0);
-    for batch in lines.chunks(usize::from(arguments.batch)) {
+    for batch in lines.chunks(usize::from(batch)) {
         let mut ready: Vec<(&str, &Labels, Prepared)> = Vec::new();
         for line in batch {
-            match parse_request(&line.body).and_then(|request| processor.prepare(&request)) {
+            match parse_request(&line.body).and_then(|request| engine.processor.prepare(&request)) {
                 Ok(prepared) => ready.push((&line.name, &line.expected, prepared)),
                 Err(error) => {
                     refused += 1;
@@ -71,9 +98,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             }
         }
         let trees: Vec<_> = ready.iter().map(|(_, _, prepared)| prepared.tree.clone()).collect();
-        let outcomes = run_trees(&mut execute, &trees)?;
+        let outcomes = run_trees(&mut engine.execute, &trees)?;
         for ((name, expected, prepared), outcome) in ready.iter().zip(outcomes) {
-            let finished = processor
+            let finished = engine
+                .processor
                 .finish(&prepared.context, &outcome.logits)
                 .map_err(|error| Internal(error.to_string()))?;
             let answers: serde_json::Value =
@@ -105,13 +133,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             }
         }
     }
-    write_out(&arguments.out, text.as_bytes())?;
-    eprintln!("captured {questions} questions of {} requests, {refused} refused", lines.len());
-    Ok(())
+    Ok(Captured { text, questions, refused })
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
 /// Writes a whole file or nothing.
-fn write_out(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write_out(path: &Path, bytes: &[u8]) -> Result<()> {
     if path == Path::new("-") {
         return Ok(std::io::stdout().lock().write_all(bytes)?);
     }

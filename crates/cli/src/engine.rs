@@ -1,5 +1,6 @@
 //! Owns what several commands share: opening an export, reading a request, running trees on the CPU.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use artifact::{Export, OpenOptions, Pins};
 use clap::{Args, ValueEnum};
 use decision::Tree;
 use executor::{
-    CacheLimits, CacheStats, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, ServiceExecutor, ServiceOptions, open_cpu,
-    open_cuda,
+    CacheLimits, CacheStats, CudaOptions, CudaProfile, DeviceMemory, ExecutorOptions, ServiceExecutor,
+    ServiceOptions, open_cpu, open_cuda,
 };
 use processor::{Processor, ProcessorOptions};
 use scheduler::Execute;
@@ -117,6 +118,10 @@ pub(crate) struct Engine {
     pub(crate) profile: Profile,
     /// Device and profile, for people.
     pub(crate) description: String,
+    /// Form of its passes, where the profile has several.
+    pub(crate) form: Option<&'static str>,
+    /// What results may depend on, by name: device, driver, kernels, libraries.
+    pub(crate) identity: BTreeMap<String, String>,
     /// Counters of its prefix cache.
     pub(crate) cache: Arc<CacheStats>,
     /// Free and total bytes of a GPU.
@@ -203,6 +208,8 @@ impl EngineArguments {
             backend: "cpu",
             profile,
             description,
+            form: None,
+            identity: [("device".to_owned(), format!("cpu, {}", std::env::consts::ARCH))].into(),
             memory: None,
         })
     }
@@ -220,6 +227,7 @@ impl EngineArguments {
         let description = executor.describe();
         let cache = executor.cache_stats();
         let memory = Some(executor.device_memory());
+        let identity = executor.identity();
         let processor = arguments.processor(export, &options);
         Ok(Engine {
             execute: Box::new(executor),
@@ -227,6 +235,8 @@ impl EngineArguments {
             backend: "cuda",
             profile,
             description,
+            form: None,
+            identity,
             cache,
             memory,
         })
@@ -257,8 +267,17 @@ impl EngineArguments {
         let memory = Some(executor.device_memory());
         let unlimited = ExecutorOptions { max_question_tokens: usize::MAX, ..ExecutorOptions::default() };
         let processor = arguments.processor(export, &unlimited);
-        let execute = Box::new(executor);
-        Ok(Engine { execute, processor, backend: "cuda", profile: Profile::Service, description, cache, memory })
+        Ok(Engine {
+            identity: executor.identity(),
+            execute: Box::new(executor),
+            processor,
+            backend: "cuda",
+            profile: Profile::Service,
+            description,
+            form: Some(if self.service_eager { "eager" } else { "bucketed" }),
+            cache,
+            memory,
+        })
     }
 }
 

@@ -12,6 +12,7 @@ mod engine;
 mod export;
 mod http_bench;
 mod progress;
+mod qualification;
 mod serve;
 mod synth;
 mod tokens;
@@ -61,6 +62,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Judge a capture against a reference's, gate by gate
     Accept(accept::Arguments),
+    /// Run the acceptance corpus on this machine and record the verdict for its configuration
+    Qualify(qualification::Arguments),
     /// Compare profile service with a trace of the reference, layer by layer
     Trace(trace::Arguments),
 }
@@ -138,6 +141,7 @@ fn main() -> ExitCode {
         Command::Corpus(arguments) => corpus::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Accept(arguments) => accept::run(&arguments),
+        Command::Qualify(arguments) => qualification::run(&arguments),
         Command::Trace(arguments) => trace::run(&arguments),
     };
     match result {

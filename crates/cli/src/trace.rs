@@ -57,7 +57,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         }
     }
     let wanted = reference.tensor("logits")?.to_f32();
-    anyhow::ensure!(wanted.len() == logits.len(), "logits: expected {}, found {}", wanted.len(), logits.len());
+    anyhow::ensure!(
+        wanted.len() == logits.len(),
+        "logits: expected {}, found {}",
+        wanted.len(),
+        logits.len()
+    );
     let worst = wanted.iter().zip(&logits).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     println!("logits, FP32: {} of them, largest difference {worst:.3e}", logits.len());
     match first {
@@ -104,6 +109,7 @@ fn compare(tensor: &TraceTensor, reference: &TensorFile) -> Result<Compared> {
             ));
         }
     }
-    let line = format!("{name}: {:?}, {different} of {} differ, by {worst:.3e} at most", tensor.shape, wanted.len());
+    let line =
+        format!("{name}: {:?}, {different} of {} differ, by {worst:.3e} at most", tensor.shape, wanted.len());
     Ok(Compared { line, first })
 }

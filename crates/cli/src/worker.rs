@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use acceptance::Standing;
 use anyhow::{Context, Result};
 use artifact::{Export, MANIFEST};
 use scheduler::{Scheduler, SchedulerOptions};
@@ -14,6 +15,7 @@ use tokio::net::TcpListener;
 
 use crate::Internal;
 use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine};
+use crate::qualification::RequireArguments;
 
 /// Everything about a worker but where it listens and what it serves.
 #[derive(Clone, clap::Args)]
@@ -61,6 +63,8 @@ pub(crate) struct WorkerArguments {
     #[arg(long, env = "OMNI_KEV_CACHED_TOKEN_DETAILS")]
     cached_token_details: bool,
     #[command(flatten)]
+    qualification: RequireArguments,
+    #[command(flatten)]
     processor: ProcessorArguments,
     #[command(flatten)]
     engine: EngineArguments,
@@ -88,15 +92,12 @@ impl Worker {
     pub(crate) fn start(export: &Path, arguments: &WorkerArguments) -> Result<Self> {
         let api_keys = arguments.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default();
         let released = written(export);
-        let (export, mut engine) = open_engine(
-            export,
-            arguments.pins.as_ref(),
-            &arguments.engine,
-            &arguments.processor,
-            |_| Ok(()),
-        )?;
+        let dir = export;
+        let (export, mut engine) =
+            open_engine(dir, arguments.pins.as_ref(), &arguments.engine, &arguments.processor, |_| Ok(()))?;
         executor::warm_up(&mut engine.execute, &export).map_err(|error| Internal(error.to_string()))?;
-        let models = cards(&export, &engine, &released);
+        let standing = arguments.qualification.standing(dir, &export, &engine)?;
+        let models = cards(&export, &engine, &standing, &released);
         let limits = SchedulerOptions {
             queue_requests: arguments.queue_requests,
             queue_tokens: arguments.queue_tokens,
@@ -108,6 +109,7 @@ impl Worker {
             processor: engine.processor,
             scheduler: Scheduler::start(engine.execute, limits).context("cannot start the executor")?,
             models,
+            qualification: standing.word(),
             cache: Some(CacheProbe::new(move || {
                 let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
                 CacheSnapshot {
@@ -163,12 +165,17 @@ fn written(export: &Path) -> String {
 }
 
 /// Both names that clients use, for the same model.
-fn cards(export: &Export, engine: &Engine, released: &str) -> Vec<ModelCard> {
+fn cards(export: &Export, engine: &Engine, standing: &Standing, released: &str) -> Vec<ModelCard> {
     let description = format!(
-        "{} on {}, profile {}, not qualified",
+        "{} on {}, profile {}, {}",
         export.manifest.profile,
         engine.backend,
-        engine.profile.name()
+        engine.profile.name(),
+        match standing {
+            Standing::Qualified(_) => "qualified",
+            Standing::Failed(_) => "qualification failed",
+            Standing::Unqualified => "not qualified",
+        }
     );
     ["kev-latest", "jev-latest"]
         .map(|name| ModelCard {

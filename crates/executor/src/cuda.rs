@@ -1,6 +1,7 @@
 //! Owns opening an executor on a GPU: which weights a profile takes, and whether the device has the memory that the options
 //! need, before anything is loaded.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use artifact::Export;
@@ -29,6 +30,11 @@ impl Executor<CudaOps> {
     #[cfg(feature = "gpu")]
     pub fn fail_device(&self) -> backend::Result<()> {
         self.ops().fail()
+    }
+
+    /// What results may depend on, by name: device, driver, kernels, libraries.
+    pub fn identity(&self) -> BTreeMap<String, String> {
+        self.ops().identity()
     }
 
     /// A way to ask for the device's memory while the executor is busy.

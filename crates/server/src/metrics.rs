@@ -83,6 +83,8 @@ fn text(app: &App) -> String {
     let mut out = String::new();
     let build = vec![(format!("{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1.0)];
     family(&mut out, "build_info", "gauge", "Version of the program.", &build);
+    let qualified = [(format!("{{state=\"{}\"}}", app.service.qualification), 1.0)];
+    family(&mut out, "qualification", "gauge", "Whether this configuration was qualified.", &qualified);
     let ready = ready::reason(app).is_none();
     family(&mut out, "ready", "gauge", "Whether requests should come.", &plain(f64::from(u8::from(ready))));
 

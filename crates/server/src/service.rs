@@ -25,6 +25,8 @@ pub struct Service {
     pub scheduler: Scheduler,
     /// What `GET /v1/models` lists. Clients expect `kev-latest` and `jev-latest` among the names.
     pub models: Vec<ModelCard>,
+    /// Whether what runs was qualified: `qualified`, `failed` or `unqualified`, for `GET /metrics`.
+    pub qualification: &'static str,
     /// Counters of the prefix cache, for `GET /metrics`.
     pub cache: Option<CacheProbe>,
 }

@@ -1,7 +1,9 @@
 //! Exports of synthetic checkpoints for tests.
 
 use artifact::synth::{Preset, Recipe, synthesize};
-use artifact::{ArtifactError, Export, ExportOptions, Geometry, OpenOptions, Silent, export};
+use artifact::{
+    ArtifactError, CpuMerger, Export, ExportOptions, Geometry, Merger, OpenOptions, Silent, export_with,
+};
 use tempfile::TempDir;
 
 /// An export of the tiny geometry, and the directory that holds it until it is dropped.
@@ -9,7 +11,7 @@ use tempfile::TempDir;
 /// # Errors
 /// [`ArtifactError`] of any step.
 pub fn tiny(seed: u64) -> Result<(TempDir, Export), ArtifactError> {
-    exported(&Preset::Tiny.recipe(), seed)
+    exported(&Preset::Tiny.recipe(), seed, &CpuMerger)
 }
 
 /// As [`tiny`], with the head shapes of the released models, for which GPUs have kernels of their own.
@@ -17,6 +19,14 @@ pub fn tiny(seed: u64) -> Result<(TempDir, Export), ArtifactError> {
 /// # Errors
 /// As [`tiny`].
 pub fn released_heads(seed: u64) -> Result<(TempDir, Export), ArtifactError> {
+    released_heads_merged(seed, &CpuMerger)
+}
+
+/// As [`released_heads`], merged elsewhere.
+///
+/// # Errors
+/// As [`tiny`].
+pub fn released_heads_merged(seed: u64, merger: &dyn Merger) -> Result<(TempDir, Export), ArtifactError> {
     let mut recipe = Preset::Tiny.recipe();
     recipe.geometry = Geometry {
         hidden: 256,
@@ -27,10 +37,10 @@ pub fn released_heads(seed: u64) -> Result<(TempDir, Export), ArtifactError> {
         linear_value_dim: 128,
         ..recipe.geometry
     };
-    exported(&recipe, seed)
+    exported(&recipe, seed, merger)
 }
 
-fn exported(recipe: &Recipe, seed: u64) -> Result<(TempDir, Export), ArtifactError> {
+fn exported(recipe: &Recipe, seed: u64, merger: &dyn Merger) -> Result<(TempDir, Export), ArtifactError> {
     let dir = tempfile::tempdir().map_err(|source| ArtifactError::Io {
         path: std::env::temp_dir(),
         action: "create a directory in",
@@ -46,7 +56,7 @@ fn exported(recipe: &Recipe, seed: u64) -> Result<(TempDir, Export), ArtifactErr
         exact_companion: true,
         commit: None,
     };
-    export(&options, &Silent)?;
+    export_with(&options, merger, &Silent)?;
     let export = Export::open(&options.out, &OpenOptions::default())?;
     Ok((dir, export))
 }

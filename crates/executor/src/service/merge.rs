@@ -34,6 +34,8 @@ impl Merger for CudaMerger {
 
     fn merge(&self, weight: &Tensor, lora: &LoraPair) -> artifact::Result<Vec<u8>> {
         let adapter = LowRank { a: host(&lora.a), b: host(&lora.b), scale: lora.scale };
-        self.ops.merge(&host(weight), &adapter).map_err(|error| ArtifactError::Merge { reason: error.to_string() })
+        self.ops
+            .merge(&host(weight), &adapter)
+            .map_err(|error| ArtifactError::Merge { reason: error.to_string() })
     }
 }

@@ -5,6 +5,7 @@ mod merge;
 mod model;
 mod plan;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -21,7 +22,8 @@ pub use merge::CudaMerger;
 pub use model::TraceTensor;
 use model::{Limits, PassInput, ServiceModel, StateMemory, Trace, check, planned_bytes, state_bytes};
 use plan::{
-    BANK_TOKENS, EAGER_TOKENS, GRAPH_TOKENS, KEYS_A_PASS, ROWS_A_PASS, STATES_A_PASS, bank, bucket, count_bucket, grouped,
+    BANK_TOKENS, EAGER_TOKENS, GRAPH_TOKENS, KEYS_A_PASS, ROWS_A_PASS, STATES_A_PASS, bank, bucket,
+    count_bucket, grouped,
 };
 
 /// States that the service's prefix cache keeps.
@@ -103,14 +105,21 @@ impl ServiceExecutor {
         let (weights, buffers) = planned_bytes(export, limits);
         let (fixed, token) = state_bytes(export);
         // Pooled memory is rounded up to powers of two.
-        let states = 2 * ((CACHED_STATES + SERVICE_REQUESTS) * fixed + (CACHED_TOKENS + options.max_state_tokens) * token);
+        let states = 2
+            * ((CACHED_STATES + SERVICE_REQUESTS) * fixed
+                + (CACHED_TOKENS + options.max_state_tokens) * token);
         let needed = [("weights", weights), ("passes", buffers), ("states", states), ("reserve", RESERVE)];
         let (free, _) = ops.device().memory_info()?;
         let total: usize = needed.iter().map(|(_, bytes)| bytes).sum();
         if total > free {
             let parts: Vec<String> =
                 needed.iter().map(|(what, bytes)| format!("{:.2} GB {what}", *bytes as f64 / 1e9)).collect();
-            return Err(ExecutorError::Memory { device: ops.device().describe(), free, total, parts: parts.join(", ") });
+            return Err(ExecutorError::Memory {
+                device: ops.device().describe(),
+                free,
+                total,
+                parts: parts.join(", "),
+            });
         }
         Ok(Self {
             model: ServiceModel::load(ops, export, limits)?,
@@ -125,6 +134,11 @@ impl ServiceExecutor {
     /// Counters of the prefix cache.
     pub fn cache_stats(&self) -> Arc<CacheStats> {
         Arc::clone(&self.stats)
+    }
+
+    /// What results may depend on, by name: device, driver, kernels, cuBLAS.
+    pub fn identity(&self) -> BTreeMap<String, String> {
+        self.model.ops().identity()
     }
 
     /// A way to ask for the device's memory while the executor is busy.
@@ -353,7 +367,8 @@ impl ServiceExecutor {
             };
             states.push(&kept.memory);
         }
-        let input = PassInput { grid, ids, positions, hidden, left_padded: false, bank, states: Some(states) };
+        let input =
+            PassInput { grid, ids, positions, hidden, left_padded: false, bank, states: Some(states) };
         self.model.run(&input, &mut [])?;
         let read: Vec<(usize, Vec<usize>)> = rows
             .iter()

@@ -4,8 +4,8 @@
 use artifact::{Export, LayerKind, Tensor, TensorType};
 use backend::{BackendError, DType, HostTensor};
 use backend_cuda::{
-    ATTENTION_DIM, AttentionHeads, Buffer, DELTA_DIM, DeltaHeads, DeltaScratch, Grid, HISTORY_ROWS, HeadSource,
-    Rotation, ServiceOps,
+    ATTENTION_DIM, AttentionHeads, Buffer, DELTA_DIM, DeltaHeads, DeltaScratch, Grid, HISTORY_ROWS,
+    HeadSource, Rotation, ServiceOps,
 };
 use half::bf16;
 use model::ModelError;
@@ -33,7 +33,14 @@ enum Mixer {
         norm: Buffer,
         out: Buffer,
     },
-    Full { query: Buffer, key: Buffer, value: Buffer, query_norm: Buffer, key_norm: Buffer, out: Buffer },
+    Full {
+        query: Buffer,
+        key: Buffer,
+        value: Buffer,
+        query_norm: Buffer,
+        key_norm: Buffer,
+        out: Buffer,
+    },
 }
 
 struct Layer {
@@ -172,7 +179,8 @@ fn layers_of(export: &Export, kind: LayerKind) -> usize {
 pub(crate) fn state_bytes(export: &Export) -> (usize, usize) {
     let g = &export.geometry;
     let heads = DeltaHeads { keys: g.linear_key_heads, values: g.linear_value_heads };
-    let linear = layers_of(export, LayerKind::Linear) * (heads.state() * 4 + HISTORY_ROWS * heads.channels() * 2);
+    let linear =
+        layers_of(export, LayerKind::Linear) * (heads.state() * 4 + HISTORY_ROWS * heads.channels() * 2);
     (linear, layers_of(export, LayerKind::Full) * 2 * g.kv_heads * ATTENTION_DIM * 2)
 }
 
@@ -208,7 +216,9 @@ pub(crate) fn unsupported(export: &Export) -> Option<String> {
     ]
     .into_iter()
     .find(|(_, found, expected)| found != expected)
-    .map(|(what, found, expected)| format!("config.json {what}: profile service supports {expected}, found {found}"))
+    .map(|(what, found, expected)| {
+        format!("config.json {what}: profile service supports {expected}, found {found}")
+    })
 }
 
 struct Loader<'a> {
@@ -223,12 +233,16 @@ impl Loader<'_> {
 
     fn wide(&self, tensor: &Tensor) -> Result<Buffer, ModelError> {
         let values: Vec<f32> = match tensor.dtype {
-            TensorType::F32 => {
-                tensor.data.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
-            }
-            TensorType::BF16 => {
-                tensor.data.chunks_exact(2).map(|pair| bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect()
-            }
+            TensorType::F32 => tensor
+                .data
+                .chunks_exact(4)
+                .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                .collect(),
+            TensorType::BF16 => tensor
+                .data
+                .chunks_exact(2)
+                .map(|pair| bf16::from_le_bytes([pair[0], pair[1]]).to_f32())
+                .collect(),
         };
         Ok(self.ops.wide(&values)?)
     }
@@ -349,10 +363,14 @@ impl ServiceModel {
         let some = |what: &str, dtype, elements: usize| {
             (elements > 0).then(|| self.ops.borrowed(what, dtype, elements)).transpose()
         };
+        let mut tails = some("a kept tail", DType::BF16, linear * HISTORY_ROWS * self.heads.channels())?;
+        if let Some(tails) = &mut tails {
+            self.ops.clear(tails)?;
+        }
         Ok(StateMemory {
             len,
             recurrent: some("a kept state", DType::F32, linear * self.heads.state())?,
-            tails: some("a kept tail", DType::BF16, linear * HISTORY_ROWS * self.heads.channels())?,
+            tails,
             key_values: some("kept keys", DType::BF16, full * 2 * self.attention.keys * len * ATTENTION_DIM)?,
         })
     }
@@ -389,13 +407,25 @@ impl ServiceModel {
             let (ops, work, eps) = (&self.ops, &mut self.work, self.eps);
             let delta = (index > 0).then_some(&work.delta);
             ops.add_rms_norm(
-                &mut work.residual, delta, &layer.input_norm, first, eps, grid, self.hidden, &mut work.normed,
+                &mut work.residual,
+                delta,
+                &layer.input_norm,
+                first,
+                eps,
+                grid,
+                self.hidden,
+                &mut work.normed,
             )?;
             if index > 0 {
                 self.note(&format!("layer{:02}.out", index - 1), grid, |work| &work.residual)?;
             }
             note_inside(
-                &self.ops, &mut self.trace, (index, "input_norm"), grid, self.hidden, &self.work.normed,
+                &self.ops,
+                &mut self.trace,
+                (index, "input_norm"),
+                grid,
+                self.hidden,
+                &self.work.normed,
             )?;
             match &self.layers[index].mixer {
                 Mixer::Linear { .. } => {
@@ -412,7 +442,14 @@ impl ServiceModel {
         }
         let (ops, work) = (&self.ops, &mut self.work);
         ops.add_rms_norm(
-            &mut work.residual, Some(&work.delta), &self.final_norm, None, self.eps, grid, self.hidden, &mut work.normed,
+            &mut work.residual,
+            Some(&work.delta),
+            &self.final_norm,
+            None,
+            self.eps,
+            grid,
+            self.hidden,
+            &mut work.normed,
         )?;
         let last = self.layers.len() - 1;
         self.note(&format!("layer{last:02}.out"), grid, |work| &work.residual)?;
@@ -426,7 +463,8 @@ impl ServiceModel {
         input: &PassInput,
         keep: &mut [StateMemory],
     ) -> Result<(), ModelError> {
-        let Mixer::Linear { qkv, z, b, a, conv, a_log, dt_bias, norm, out } = &self.layers[index].mixer else {
+        let Mixer::Linear { qkv, z, b, a, conv, a_log, dt_bias, norm, out } = &self.layers[index].mixer
+        else {
             return Ok(());
         };
         let (ops, work, heads, grid) = (&self.ops, &mut self.work, self.heads, input.grid);
@@ -443,7 +481,13 @@ impl ServiceModel {
                 for (batch, memory) in states.iter().enumerate() {
                     if let (Some(recurrent), Some(tails)) = (&memory.recurrent, &memory.tails) {
                         let target = &mut work.states;
-                        ops.copy(recurrent, target, (heads.values, matrix), (linear * state, matrix), (batch * state, matrix))?;
+                        ops.copy(
+                            recurrent,
+                            target,
+                            (heads.values, matrix),
+                            (linear * state, matrix),
+                            (batch * state, matrix),
+                        )?;
                         let (from, to) = ((linear * tail, channels), (batch * tail, channels));
                         ops.copy(tails, &mut work.history, (HISTORY_ROWS, channels), from, to)?;
                     }
@@ -470,13 +514,28 @@ impl ServiceModel {
         let [beta, decay] = &mut work.gates;
         ops.gates((small_b, small_a), (a_log, dt_bias), rows, heads.values, (beta, decay))?;
         ops.delta_rule(
-            &work.third, (beta, decay), heads, grid, &mut work.states, &mut work.scratch, &mut work.mixed,
+            &work.third,
+            (beta, decay),
+            heads,
+            grid,
+            &mut work.states,
+            &mut work.scratch,
+            &mut work.mixed,
         )?;
         for (batch, memory) in keep.iter_mut().enumerate() {
             if let (Some(recurrent), Some(tails)) = (&mut memory.recurrent, &mut memory.tails) {
-                ops.copy(&work.states, recurrent, (heads.values, matrix), (batch * state, matrix), (linear * state, matrix))?;
-                let last = ((batch + 1) * grid.length - HISTORY_ROWS) * channels;
-                ops.copy(&work.first, tails, (HISTORY_ROWS, channels), (last, channels), (linear * tail, channels))?;
+                ops.copy(
+                    &work.states,
+                    recurrent,
+                    (heads.values, matrix),
+                    (batch * state, matrix),
+                    (linear * state, matrix),
+                )?;
+                // A state of fewer tokens has zeros before them, which its memory begins with.
+                let count = HISTORY_ROWS.min(grid.length);
+                let last = ((batch + 1) * grid.length - count) * channels;
+                let to = linear * tail + (HISTORY_ROWS - count) * channels;
+                ops.copy(&work.first, tails, (count, channels), (last, channels), (to, channels))?;
             }
         }
         note_inside(ops, &mut self.trace, (index, "core"), grid, values, &work.mixed)?;
@@ -513,9 +572,11 @@ impl ServiceModel {
         ops.linear(&work.normed, query, (rows, 2 * queries, self.hidden), &mut work.first)?;
         ops.linear(&work.normed, key, (rows, keys, self.hidden), &mut work.second)?;
         ops.linear(&work.normed, value, (rows, keys, self.hidden), &mut work.third)?;
-        for (name, width, buffer) in
-            [("q_proj", 2 * queries, &work.first), ("k_proj", keys, &work.second), ("v_proj", keys, &work.third)]
-        {
+        for (name, width, buffer) in [
+            ("q_proj", 2 * queries, &work.first),
+            ("k_proj", keys, &work.second),
+            ("v_proj", keys, &work.third),
+        ] {
             note_inside(ops, &mut self.trace, (index, name), grid, width, buffer)?;
         }
         let rotation = |norm| Rotation {
@@ -553,7 +614,14 @@ impl ServiceModel {
         let layer = &self.layers[index];
         let (ops, work, rows) = (&self.ops, &mut self.work, grid.rows());
         ops.add_rms_norm(
-            &mut work.residual, Some(&work.delta), &layer.post_norm, None, self.eps, grid, self.hidden, &mut work.normed,
+            &mut work.residual,
+            Some(&work.delta),
+            &layer.post_norm,
+            None,
+            self.eps,
+            grid,
+            self.hidden,
+            &mut work.normed,
         )?;
         let shape = (rows, self.intermediate, self.hidden);
         ops.linear(&work.normed, &layer.gate, shape, &mut work.first)?;
@@ -629,6 +697,8 @@ fn note_inside(
 pub(crate) fn check(export: &Export) -> Result<(), ModelError> {
     match unsupported(export) {
         None => Ok(()),
-        Some(reason) => Err(ModelError::Backend(BackendError::Contract { operation: "profile service", reason })),
+        Some(reason) => {
+            Err(ModelError::Backend(BackendError::Contract { operation: "profile service", reason }))
+        }
     }
 }

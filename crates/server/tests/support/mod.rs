@@ -81,6 +81,7 @@ impl Server {
             processor: Processor::new(tokenizer(), 2.0, setup.processor),
             scheduler: Scheduler::start(executor, setup.scheduler).unwrap(),
             models: vec![card("kev-latest"), card("jev-latest")],
+            qualification: "unqualified",
             cache: Some(CacheProbe::new(CacheSnapshot::default)),
         };
         let (stop, stopped) = oneshot::channel::<()>();
