@@ -25,9 +25,9 @@ pub(crate) fn check(root: &Path, binary: &Path, arguments: &[String]) -> Result<
     let export = worker::export(binary, &folder.join("export"))?;
     proxy(root, &folder, without_haproxy)?;
     unit(root, binary, &folder)?;
-    reload(binary, &export)?;
     environment(root, binary)?;
     container::check(root, binary, &export, &folder.join("image"))?;
+    reload(binary, &export)?;
     println!("deploy-check: ok");
     Ok(())
 }

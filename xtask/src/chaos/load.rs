@@ -10,7 +10,7 @@ use super::http::{Client, Event, Outcome, post};
 
 /// Different requests of a load: more than a worker keeps states of, so that none is answered from its cache.
 const VARIANTS: usize = 64;
-/// Pause after a failure, so that a dead address is not hammered.
+/// Pause after a refusal or a failure, so that a full worker and a dead address are not hammered.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Requests of about this many sentences and four questions each; `headers` are whole lines, with `{}` for a number.
@@ -62,7 +62,7 @@ pub(crate) fn closed(
                 let mut mine = Vec::new();
                 while started.elapsed() < time && !stop.load(Ordering::Relaxed) {
                     let event = client.ask(&requests[next.fetch_add(1, Ordering::Relaxed) % requests.len()]);
-                    if !matches!(event.outcome, Outcome::Answered | Outcome::Refused) {
+                    if event.outcome != Outcome::Answered {
                         std::thread::sleep(PAUSE);
                     }
                     mine.push(event);

@@ -17,6 +17,8 @@ use crate::deploy::haproxy::{self, Proxy};
 const KEY: &str = "chaos-key";
 /// Clients with a request in flight each.
 const CLIENTS: usize = 8;
+/// Clients that keep a worker full: more than may be inside.
+const FILLERS: usize = 20;
 /// How long the load goes on before and after a misfortune.
 const PART: Duration = Duration::from_secs(5);
 /// How long a worker that came back may wait for its first request: two checks, one a second, and a margin.
@@ -44,6 +46,7 @@ pub(crate) fn run(root: &Path, binary: &Path, export: &Path, folder: &Path) -> R
     for result in [
         site.killed(),
         site.restarted(),
+        site.full(),
         site.sticky(),
         site.identified(),
         conformance::through(root, &format!("http://{}", site.proxy), KEY),
@@ -157,6 +160,28 @@ impl<'a> Site<'a> {
         );
         rule(tally.answered.len() == tally.sent(), || format!("not all were answered: {tally}"))?;
         rule(code == Some(0), || format!("the worker ended with {code:?}"))
+    }
+
+    /// One worker is kept full by others: its refusals are tried on the other worker.
+    fn full(&mut self) -> Result<(), String> {
+        let stop = AtomicBool::new(false);
+        let (near, full, proxy) = (self.workers[1].address, &self.requests, self.proxy);
+        let refused = self.workers[1].metrics()?.responses(503);
+        let (events, beside) = std::thread::scope(|scope| {
+            let fill = scope.spawn(|| load::closed(near, full, FILLERS, 2 * PART, &stop));
+            std::thread::sleep(PART / 5);
+            let events = load::closed(proxy, full, CLIENTS / 2, PART, &AtomicBool::new(false));
+            stop.store(true, Ordering::Relaxed);
+            (events, fill.join().unwrap_or_default())
+        });
+        let (tally, beside) = (Tally::of(&events), Tally::of(&beside));
+        let tried = self.workers[1].metrics()?.responses(503) - refused - beside.refused.len() as f64;
+        println!(
+            "7 one of two workers full: {tally}, answers {}; {tried} of its refusals were tried again on the other; those who filled it: {beside}",
+            latencies(&tally.answered),
+        );
+        rule(tried > 0.0, || "the full worker refused nothing of the proxy's".to_owned())?;
+        rule(tally.answered.len() == tally.sent(), || format!("with one worker full: {tally}"))
     }
 
     /// One session stays on one worker; many are on both, and so are requests without one.
