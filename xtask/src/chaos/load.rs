@@ -37,11 +37,16 @@ pub(crate) fn requests(sentences: usize, headers: &str) -> Vec<Vec<u8>> {
 
 /// A request that costs little.
 pub(crate) fn small(headers: &str) -> Vec<u8> {
-    let body = serde_json::json!({
+    post(&small_body(), headers)
+}
+
+/// Its body.
+pub(crate) fn small_body() -> String {
+    serde_json::json!({
         "state": "The parcel came late.",
         "questions": { "late": { "type": "noul", "instructions": "Is it late?" } },
-    });
-    post(&body.to_string(), headers)
+    })
+    .to_string()
 }
 
 /// Clients with one request in flight each, until `stop` or the end of `time`.
