@@ -1,7 +1,7 @@
 //! Owns conformance by real clients: the public compatibility suite and SDK against the served demo, without and with a key.
 
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -17,10 +17,7 @@ const KEY: &str = "conformance-key";
 /// # Errors
 /// The client that failed, or the counts that were expected and found.
 pub(crate) fn check(root: &Path, binary: &Path) -> Result<(), String> {
-    let list = root.join("tools/conformance/requirements.txt");
-    let requirements =
-        std::fs::read_to_string(&list).map_err(|error| format!("{}: {error}", list.display()))?;
-    let environment = environment(root, "venv-conformance", &requirements)?;
+    let environment = installed(root)?;
     let key_file = root.join("target/conformance-key");
     std::fs::write(&key_file, format!("{KEY}\n"))
         .map_err(|error| format!("{}: {error}", key_file.display()))?;
@@ -34,12 +31,38 @@ pub(crate) fn check(root: &Path, binary: &Path) -> Result<(), String> {
         (&keyed, Some(KEY), ["MUST 32/32", "SHOULD 15/15"]),
     ] {
         let demo = Demo::start(binary, arguments)?;
-        suite(&environment, &demo.url, key, expected)?;
-        let mut sdk = Command::new(environment.join("bin/python"));
-        sdk.arg(root.join("tools/conformance/sdk.py")).arg(&demo.url).args(key);
-        run(&mut sdk, "the SDK's check")?;
+        clients(root, &environment, &demo.url, key, expected)?;
     }
     Ok(())
+}
+
+/// Runs every client with a key against what is served already, with `--strict-models`.
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn through(root: &Path, url: &str, key: &str) -> Result<(), String> {
+    clients(root, &installed(root)?, url, Some(key), ["MUST 32/32", "SHOULD 15/15"])
+}
+
+/// The environment with the clients.
+fn installed(root: &Path) -> Result<PathBuf, String> {
+    let list = root.join("tools/conformance/requirements.txt");
+    let requirements =
+        std::fs::read_to_string(&list).map_err(|error| format!("{}: {error}", list.display()))?;
+    environment(root, "venv-conformance", &requirements)
+}
+
+fn clients(
+    root: &Path,
+    environment: &Path,
+    url: &str,
+    key: Option<&str>,
+    expected: [&str; 2],
+) -> Result<(), String> {
+    suite(environment, url, key, expected)?;
+    let mut sdk = Command::new(environment.join("bin/python"));
+    sdk.arg(root.join("tools/conformance/sdk.py")).arg(url).args(key);
+    run(&mut sdk, "the SDK's check")
 }
 
 fn suite(environment: &Path, url: &str, key: Option<&str>, expected: [&str; 2]) -> Result<(), String> {

@@ -1,6 +1,8 @@
 //! Repository tasks. `cargo xtask ci` is the gate: the same command for people and machines.
 
+mod chaos;
 mod conformance;
+mod deploy;
 mod fuzz;
 mod kernels;
 mod python;
@@ -18,8 +20,10 @@ fn main() -> ExitCode {
         Some("kernels") => kernels::build(&root(), &arguments[1..]).map(|_| ()),
         Some("fuzz") => fuzz::all(&root(), arguments.get(1).map_or("60", String::as_str)),
         Some("conformance") => conformance::check(&root(), &binary(&root())),
+        Some("deploy-check") => deploy::check(&root(), &binary(&root()), &arguments[1..]),
+        Some("chaos") => chaos::run(&root(), binary(&root()), &arguments[1..]),
         _ => {
-            Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance | fuzz [SECONDS]".to_owned())
+            Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance | fuzz [SECONDS] | deploy-check | chaos".to_owned())
         }
     };
     match result {
