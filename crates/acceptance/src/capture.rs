@@ -157,7 +157,7 @@ pub enum Entry {
 pub struct Capture {
     /// Its name, for messages.
     pub file: String,
-    /// SHA-256 of the file's bytes.
+    /// SHA-256 of the file's text, whether it is compressed or not.
     pub sha256: String,
     /// First line.
     pub header: Header,
@@ -182,7 +182,6 @@ impl Capture {
     /// [`Invalid`] naming the file and the line.
     pub fn parse(file: String, bytes: &[u8]) -> Result<Self, Invalid> {
         let fail = |line: usize, reason: String| Invalid::Format { file: file.clone(), line, reason };
-        let sha256 = hex::encode(Sha256::digest(bytes));
         let unpacked = if bytes.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
             let mut unpacked = Vec::new();
             zstd::Decoder::new(bytes)
@@ -192,6 +191,7 @@ impl Capture {
         } else {
             bytes.to_vec()
         };
+        let sha256 = hex::encode(Sha256::digest(&unpacked));
         let text =
             std::str::from_utf8(&unpacked).map_err(|error| fail(1, format!("is not UTF-8: {error}")))?;
         let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));

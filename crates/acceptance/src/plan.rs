@@ -22,7 +22,7 @@ pub struct Plan {
     pub corpus_sha256: String,
     /// SHA-256 of the export's manifest.
     pub manifest_sha256: String,
-    /// SHA-256 of the reference capture's file.
+    /// SHA-256 of the reference capture's text.
     pub reference_sha256: String,
     /// Case and question id of everything near a boundary.
     pub near: Vec<(String, String)>,

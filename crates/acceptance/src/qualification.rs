@@ -54,7 +54,7 @@ pub struct Qualification {
     pub flips: usize,
     /// SHA-256 of the corpus.
     pub corpus_sha256: String,
-    /// SHA-256 of the reference capture's file.
+    /// SHA-256 of the reference capture's text.
     pub reference_sha256: String,
     /// SHA-256 of the native capture's text.
     pub native_sha256: String,

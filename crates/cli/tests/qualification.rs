@@ -133,3 +133,16 @@ fn a_record_is_made_found_and_insisted_on() {
     refuse(&[], "changed after it was written");
     assert!(Path::new(&export).join("kev_export.json").exists());
 }
+
+#[test]
+fn the_evidence_that_is_kept_gives_its_verdict_again() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../evidence/service-h200");
+    let at = |name: &str| folder.join(name).display().to_string();
+    let (reference, native, plan) = (at("reference.jsonl.zst"), at("native.jsonl.zst"), at("plan.json"));
+    let text = run(&["accept", "--reference", &reference, "--native", &native, "--plan", &plan], 0);
+    assert!(
+        text.contains("2000 questions") && text.contains("max 4.17e-7, 0 over the gate, 0 flips"),
+        "{text}"
+    );
+    assert!(text.contains("near-boundary choices: 79") && text.contains("near-boundary nouls: 32"), "{text}");
+}
