@@ -78,12 +78,15 @@ impl<E: Entry> Batcher<E> {
         !self.next.is_empty()
     }
 
-    /// The batch, for the device, with everyone in the line who still fits; whoever died is returned apart.
-    pub(crate) fn take(&mut self, now: Instant) -> (Vec<E>, Vec<(E, Death)>) {
+    /// The batch, for a device, with everyone in the line who still fits; whoever died is returned apart. Of `sharers` devices that
+    /// have nothing to do each gets its part, the first ones of the line first.
+    pub(crate) fn take(&mut self, now: Instant, sharers: usize) -> (Vec<E>, Vec<(E, Death)>) {
         let dead = self.sweep(now);
         // The queue thread may not have seen the newest arrivals yet: they would needlessly trail this batch.
         self.fill();
-        (std::mem::take(&mut self.next), dead)
+        let part = self.next.len().div_ceil(sharers.max(1));
+        let rest = self.next.split_off(part);
+        (std::mem::replace(&mut self.next, rest), dead)
     }
 
     /// Everyone, in order; leaves nobody.
@@ -168,7 +171,7 @@ mod tests {
     fn batches(batcher: &mut Batcher<Item>, now: Instant) -> Vec<Vec<usize>> {
         let mut all = Vec::new();
         while batcher.fill() {
-            all.push(ids(&batcher.take(now).0));
+            all.push(ids(&batcher.take(now, 1).0));
         }
         all
     }
@@ -199,8 +202,19 @@ mod tests {
         assert!(batcher.fill());
         batcher.push(Item { id: 1, tokens: 3, deadline: now + Duration::from_secs(1), departed: false });
         assert!(batcher.fill());
-        assert_eq!(ids(&batcher.take(now).0), [0, 1]);
+        assert_eq!(ids(&batcher.take(now, 1).0), [0, 1]);
         assert!(!batcher.fill());
+    }
+
+    #[test]
+    fn devices_with_nothing_to_do_share_a_batch_in_order() {
+        let now = Instant::now();
+        let mut batcher = batcher(64, 100, &[1; 7], now);
+        let mut taken = Vec::new();
+        for sharers in [3, 2, 1, 1] {
+            taken.push(ids(&batcher.take(now, sharers).0));
+        }
+        assert_eq!(taken, [vec![0, 1, 2], vec![3, 4], vec![5, 6], vec![]]);
     }
 
     #[test]
@@ -220,7 +234,7 @@ mod tests {
         batcher.fill();
         assert_eq!(ids(&batcher.next), [1, 2]);
         batcher.next[1].departed = true;
-        let (batch, dead) = batcher.take(now);
+        let (batch, dead) = batcher.take(now, 1);
         assert_eq!((ids(&batch), dead.len()), (vec![1], 1));
         assert_eq!(batcher.depth(), (0, 0));
     }
@@ -263,7 +277,7 @@ mod tests {
                         batcher.fill();
                     }
                     2 => {
-                        let (batch, lost) = batcher.take(now);
+                        let (batch, lost) = batcher.take(now, 1);
                         dead += lost.len();
                         check(&batch, &mut taken)?;
                     }
@@ -272,7 +286,7 @@ mod tests {
             }
             for _ in 0..=steps.len() {
                 if batcher.fill() {
-                    let (batch, lost) = batcher.take(now);
+                    let (batch, lost) = batcher.take(now, 1);
                     dead += lost.len();
                     check(&batch, &mut taken)?;
                 }

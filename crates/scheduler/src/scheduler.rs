@@ -164,35 +164,48 @@ impl Drop for Reply {
     }
 }
 
-/// Admits requests, batches them, and runs them on one executor.
+/// Admits requests, batches them, and runs them on one or several executors.
 pub struct Scheduler {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Scheduler {
-    /// Starts the queue thread and the device thread, which owns the executor from now on.
+    /// As [`Scheduler::start_all`] with one executor.
     ///
     /// # Errors
     /// [`StartError`].
     pub fn start(executor: impl Execute, options: SchedulerOptions) -> Result<Self, StartError> {
+        Self::start_all(vec![executor], options)
+    }
+
+    /// Starts the queue thread and a device thread for each executor, which owns it from now on. All serve one line; one that fails
+    /// leaves the rest to the others, and with the last one the model is retired.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start_all<E: Execute>(executors: Vec<E>, options: SchedulerOptions) -> Result<Self, StartError> {
         let SchedulerOptions { queue_requests, queue_tokens, batch_requests, batch_tokens } = options;
         let named = [
             ("queue requests", queue_requests),
             ("queue tokens", queue_tokens),
             ("batch requests", batch_requests),
             ("batch tokens", batch_tokens),
+            ("devices", executors.len()),
         ];
         if let Some((option, _)) = named.into_iter().find(|(_, value)| *value == 0) {
             return Err(StartError::Zero { option });
         }
         let batcher = Batcher::new(Budget { requests: batch_requests, tokens: batch_tokens });
-        let shared = Shared::new(Admission::new(queue_requests, queue_tokens), batcher);
+        let shared = Shared::new(Admission::new(queue_requests, queue_tokens), batcher, executors.len());
         // Built first: should the second thread fail to start, dropping this ends the first.
         let scheduler = Self { shared: Arc::clone(&shared), threads: Mutex::default() };
         let line = Arc::clone(&shared);
         scheduler.spawn("queue", move || keep_line(&line))?;
-        scheduler.spawn("device", move || run_batches(&shared, executor))?;
+        for executor in executors {
+            let shared = Arc::clone(&shared);
+            scheduler.spawn("device", move || run_batches(&shared, executor))?;
+        }
         Ok(scheduler)
     }
 
@@ -228,7 +241,7 @@ impl Scheduler {
         self.shared.admission.drain();
     }
 
-    /// Stops letting requests in, finishes those inside and ends both threads. Blocking.
+    /// Stops letting requests in, finishes those inside and ends all threads. Blocking.
     ///
     /// # Errors
     /// [`DrainTimeout`] when requests were still inside when the time was over. Those that wait are told

@@ -6,6 +6,10 @@ use std::time::Duration;
 /// A reading of the scheduler's counters. Totals count from the start and never fall.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
+    /// Devices that the scheduler started with.
+    pub devices: usize,
+    /// Devices that have not failed.
+    pub working_devices: usize,
     /// Requests inside: preparing, waiting, running or being answered.
     pub admitted_requests: usize,
     /// Tokens reserved by them.
@@ -14,7 +18,7 @@ pub struct Stats {
     pub waiting_requests: usize,
     /// Tokens of the trees that wait.
     pub waiting_tokens: usize,
-    /// Trees that the device runs now.
+    /// Trees that devices run now.
     pub running_requests: usize,
     /// Batches run to their end, total.
     pub batches: u64,
@@ -48,6 +52,8 @@ impl Counters {
     pub(crate) fn read(&self, admitted: (usize, usize), waiting: (usize, usize)) -> Stats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
+            devices: 0,
+            working_devices: 0,
             admitted_requests: admitted.0,
             admitted_tokens: admitted.1,
             waiting_requests: waiting.0,

@@ -1,8 +1,8 @@
-//! Owns the two threads: one keeps the line free of the dead and makes the next batch, the other owns the executor.
-//! Between them is room for one batch, so the next is ready while this one runs.
+//! Owns the threads: one keeps the line free of the dead and makes the next batch, the others own an executor each. Between
+//! them is room for one batch, so the next is ready while these run.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,8 @@ impl Closed {
 struct Line {
     batcher: Batcher<Job>,
     closed: Option<Closed>,
+    /// Devices that wait for a batch.
+    idle: usize,
 }
 
 /// What callers and both threads share.
@@ -68,16 +70,21 @@ pub(crate) struct Shared {
     changed: Condvar,
     /// A batch is ready, or none will ever be.
     ready: Condvar,
+    /// Devices that have not failed.
+    working: AtomicUsize,
+    devices: usize,
     counters: Counters,
 }
 
 impl Shared {
-    pub(crate) fn new(admission: Arc<Admission>, batcher: Batcher<Job>) -> Arc<Self> {
+    pub(crate) fn new(admission: Arc<Admission>, batcher: Batcher<Job>, devices: usize) -> Arc<Self> {
         Arc::new(Self {
             admission,
-            line: Mutex::new(Line { batcher, closed: None }),
+            line: Mutex::new(Line { batcher, closed: None, idle: 0 }),
             changed: Condvar::new(),
             ready: Condvar::new(),
+            working: AtomicUsize::new(devices),
+            devices,
             counters: Counters::default(),
         })
     }
@@ -108,7 +115,11 @@ impl Shared {
 
     pub(crate) fn stats(&self) -> Stats {
         let depth = self.lock().batcher.depth();
-        self.counters.read(self.admission.inside(), depth)
+        Stats {
+            devices: self.devices,
+            working_devices: self.working.load(Ordering::SeqCst),
+            ..self.counters.read(self.admission.inside(), depth)
+        }
     }
 
     fn close(&self, why: Closed) {
@@ -171,15 +182,23 @@ pub(crate) fn keep_line(shared: &Shared) {
     }
 }
 
-/// The device thread: until the line closes or the executor fails.
+/// A device thread: until the line closes or the executor fails. The others go on; with the last one the model is retired.
 pub(crate) fn run_batches(shared: &Shared, mut executor: impl Execute) {
     while let Some(batch) = next_batch(shared) {
-        if let Err(reason) = run(shared, &mut executor, batch) {
+        match run(shared, &mut executor, batch) {
+            Ok(()) => {}
             // Waiting callers are told by the queue thread, which sees the closed line.
-            shared.close(Closed::Retired(reason));
-            return;
+            Err(Failed { reason, last: true }) => return shared.close(Closed::Retired(reason)),
+            Err(_) => return,
         }
     }
+}
+
+/// A device that cannot be trusted any more.
+struct Failed {
+    reason: Arc<str>,
+    /// No other works.
+    last: bool,
 }
 
 /// Waits for a batch; `None` when there will be no more.
@@ -189,13 +208,20 @@ fn next_batch(shared: &Shared) -> Option<Vec<Job>> {
         if line.closed.is_some() {
             return None;
         }
-        let (batch, dead) = line.batcher.take(Instant::now());
+        // What is there is shared with the devices that have nothing to do.
+        let sharers = line.idle + 1;
+        let (batch, dead) = line.batcher.take(Instant::now(), sharers);
         if batch.is_empty() && dead.is_empty() {
+            line.idle += 1;
             line = shared.ready.wait(line).unwrap_or_else(PoisonError::into_inner);
+            line.idle -= 1;
             continue;
         }
         // Counted under the lock: a request is always either waiting or running.
-        shared.counters.running.store(batch.len() as u64, Ordering::Relaxed);
+        shared.counters.running.fetch_add(batch.len() as u64, Ordering::Relaxed);
+        if sharers > 1 {
+            shared.ready.notify_one();
+        }
         drop(line);
         shared.changed.notify_one();
         shared.bury(dead);
@@ -207,7 +233,7 @@ fn next_batch(shared: &Shared) -> Option<Vec<Job>> {
 }
 
 /// Runs one batch and answers its callers; all of them or none.
-fn run(shared: &Shared, executor: &mut impl Execute, batch: Vec<Job>) -> Result<(), Arc<str>> {
+fn run(shared: &Shared, executor: &mut impl Execute, batch: Vec<Job>) -> Result<(), Failed> {
     let started = Instant::now();
     let (trees, jobs): (Vec<Tree>, Vec<Waiting>) =
         batch.into_iter().map(|job| Waiting::new(job, started)).unzip();
@@ -219,7 +245,7 @@ fn run(shared: &Shared, executor: &mut impl Execute, batch: Vec<Job>) -> Result<
         // The payload may quote anything; the panic hook has already reported it.
         Err(_) => Err("panic while a batch ran".to_owned()),
     };
-    shared.counters.running.store(0, Ordering::Relaxed);
+    shared.counters.running.fetch_sub(jobs.len() as u64, Ordering::Relaxed);
     match outcomes {
         Ok(outcomes) => {
             count(&shared.counters, &jobs, model);
@@ -234,13 +260,16 @@ fn run(shared: &Shared, executor: &mut impl Execute, batch: Vec<Job>) -> Result<
         }
         Err(reason) => {
             let reason: Arc<str> = reason.into();
-            // Before any permit is released: whoever gets a freed place must already see the failure.
-            shared.admission.retire(&reason);
+            let last = shared.working.fetch_sub(1, Ordering::SeqCst) == 1;
+            if last {
+                // Before any permit is released: whoever gets a freed place must already see the failure.
+                shared.admission.retire(&reason);
+            }
             for Waiting { permit, reply, .. } in jobs {
                 drop(permit);
                 let _ = reply.send(Err(Failure::Inference { reason: Arc::clone(&reason) }));
             }
-            Err(reason)
+            Err(Failed { reason, last })
         }
     }
 }

@@ -425,3 +425,42 @@ fn stress() {
     assert!(ran >= answered, "{ran} ran, {answered} were answered");
     assert_eq!(stats.batched_requests as usize, ran);
 }
+
+#[test]
+fn devices_share_a_line_and_the_last_one_to_fail_retires_the_model() {
+    let ((first, one), (second, two)) = (fake(), fake());
+    let options = SchedulerOptions { batch_requests: 1, ..SchedulerOptions::default() };
+    let scheduler = Scheduler::start_all(vec![first, second], options).unwrap();
+    one.hold();
+    two.hold();
+    let running = [submit(&scheduler, 1, 3), submit(&scheduler, 2, 3)];
+    one.wait_started(1);
+    two.wait_started(1);
+    let stats = scheduler.stats();
+    assert_eq!((stats.running_requests, stats.devices, stats.working_devices), (2, 2, 2));
+
+    // One fails: its batch is lost, the other takes what waits, and the model is not retired.
+    let waiting = [submit(&scheduler, 3, 3), submit(&scheduler, 4, 3)];
+    one.fault(Fault::Error);
+    one.release();
+    two.release();
+    let outcomes: Vec<_> = running.into_iter().map(wait).collect();
+    assert_eq!(outcomes.iter().filter(|outcome| outcome.is_err()).count(), 1);
+    for submission in waiting {
+        wait(submission).unwrap();
+    }
+    assert!(scheduler.closed().is_none());
+    assert_eq!((scheduler.stats().working_devices, scheduler.stats().running_requests), (1, 0));
+    assert_eq!((one.batches().len(), two.batches().len()), (1, 3));
+
+    two.fault(Fault::Panic);
+    let failed = wait(Box::pin(scheduler.admit().unwrap().submit(tree(5, 3), later()))).unwrap_err();
+    assert!(matches!(failed, Failure::Inference { .. }), "{failed:?}");
+    assert!(matches!(scheduler.closed(), Some(Refusal::Retired { .. })));
+    assert_eq!(scheduler.stats().working_devices, 0);
+    scheduler.drain(Duration::from_secs(60)).unwrap();
+
+    let none: Vec<testkit::fake::FakeExecutor> = Vec::new();
+    let refused = Scheduler::start_all(none, SchedulerOptions::default()).unwrap_err();
+    assert!(matches!(refused, StartError::Zero { option: "devices" }), "{refused:?}");
+}

@@ -83,6 +83,10 @@ fn text(app: &App) -> String {
     let mut out = String::new();
     let build = vec![(format!("{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1.0)];
     family(&mut out, "build_info", "gauge", "Version of the program.", &build);
+    let stats = app.service.scheduler.stats();
+    family(&mut out, "devices", "gauge", "Devices that the worker started with.", &plain(stats.devices as f64));
+    let working = plain(stats.working_devices as f64);
+    family(&mut out, "working_devices", "gauge", "Devices that have not failed.", &working);
     let qualified = [(format!("{{state=\"{}\"}}", app.service.qualification), 1.0)];
     family(&mut out, "qualification", "gauge", "Whether this configuration was qualified.", &qualified);
     let ready = ready::reason(app).is_none();
@@ -95,7 +99,6 @@ fn text(app: &App) -> String {
         .collect();
     family(&mut out, "responses_total", "counter", "Responses by route and status.", &samples);
 
-    let stats = app.service.scheduler.stats();
     let gauges = [
         (
             "admitted_requests",
@@ -105,7 +108,7 @@ fn text(app: &App) -> String {
         ("admitted_tokens", "Tokens reserved by them.", stats.admitted_tokens),
         ("waiting_requests", "Requests that wait for the device.", stats.waiting_requests),
         ("waiting_tokens", "Tokens of the requests that wait.", stats.waiting_tokens),
-        ("running_requests", "Requests that the device runs now.", stats.running_requests),
+        ("running_requests", "Requests that devices run now.", stats.running_requests),
     ];
     for (name, help, value) in gauges {
         family(&mut out, name, "gauge", help, &plain(value as f64));
