@@ -445,7 +445,7 @@ fn devices_share_a_line_and_the_last_one_to_fail_retires_the_model() {
     one.release();
     two.release();
     let outcomes: Vec<_> = running.into_iter().map(wait).collect();
-    assert_eq!(outcomes.iter().filter(|outcome| outcome.is_err()).count(), 1);
+    assert_eq!(outcomes.into_iter().filter(Result::is_err).count(), 1);
     for submission in waiting {
         wait(submission).unwrap();
     }
