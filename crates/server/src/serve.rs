@@ -100,10 +100,10 @@ pub async fn serve(
         };
         match accepted {
             Ok((stream, _)) if connections.len() < app.options.max_connections => {
-                connections.spawn(accepted_one(stream, Arc::clone(&app), router.clone(), stopping.clone()));
+                connections.spawn(welcome(stream, Arc::clone(&app), router.clone(), stopping.clone()));
             }
             Ok((stream, _)) if refusals.len() < MAX_REFUSALS => {
-                refusals.spawn(refused_one(stream, app.options.tls.clone()));
+                refusals.spawn(turn_away(stream, app.options.tls.clone()));
             }
             Ok(_) => {}
             Err(error) => {
@@ -156,7 +156,7 @@ async fn drain(app: Arc<App>, mut connections: JoinSet<()>) -> Result<(), ServeE
 }
 
 /// A connection within the limit: its handshake if there is one, then its requests.
-async fn accepted_one(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
+async fn welcome(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
     // Answers are one write each: waiting to fill a packet only delays them.
     let _ = stream.set_nodelay(true);
     let Some(tls) = app.options.tls.clone() else {
@@ -216,7 +216,7 @@ where
 }
 
 /// A connection over the limit. Whoever does not even read what it is told is closed all the same.
-async fn refused_one(stream: TcpStream, tls: Option<Tls>) {
+async fn turn_away(stream: TcpStream, tls: Option<Tls>) {
     let told = async {
         match tls {
             None => refuse(stream).await,

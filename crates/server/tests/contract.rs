@@ -31,7 +31,7 @@ fn answer(server: &Server, question: Value) -> Value {
 }
 
 fn keyed() -> Server {
-    let server = ServerOptions { api_keys: vec![ApiKey::new("sesame")], ..ServerOptions::default() };
+    let server = ServerOptions { api_keys: vec![ApiKey::new("sesame")].into(), ..ServerOptions::default() };
     Server::with(Setup { server, ..Setup::default() })
 }
 
