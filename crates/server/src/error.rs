@@ -608,7 +608,8 @@ mod tests {
                 r#"{"detail":{"error_type":"model_unavailable","message":"The model failed and is retired"}}"#,
             ),
             (
-                object(Failure::Retired { reason: Arc::clone(&reason) }),
+                // The scheduler itself says this as the failure below; the table has a row for either.
+                object(Failure::Refused(Refusal::Retired { reason: Arc::clone(&reason) })),
                 503,
                 r#"{"detail":{"error_type":"model_unavailable","message":"The model failed and is retired"}}"#,
             ),
@@ -702,12 +703,24 @@ mod tests {
                 continue;
             }
             let value = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
-            assert_eq!((value("retry-after"), value("retry-after-ms")), (Some("1"), Some("1000")), "{error:?}");
+            assert_eq!(
+                (value("retry-after"), value("retry-after-ms")),
+                (Some("1"), Some("1000")),
+                "{error:?}"
+            );
             unavailable.push(variant(&error));
         }
         unavailable.sort_unstable();
-        let expected =
-            ["body memory", "connections", "draining", "refused: retired", "requests", "retired", "stopped", "tokens"];
+        let expected = [
+            "body memory",
+            "connections",
+            "draining",
+            "refused: retired",
+            "requests",
+            "retired",
+            "stopped",
+            "tokens",
+        ];
         assert_eq!(unavailable, expected);
     }
 

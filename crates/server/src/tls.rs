@@ -100,11 +100,8 @@ impl std::fmt::Debug for Tls {
 fn load(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>, TlsError> {
     let chain = chain(certificate)?;
     let private = private_key(key)?;
-    let wrong = |path: &Path, expected, found: String| TlsError::Content {
-        path: path.to_owned(),
-        expected,
-        found,
-    };
+    let wrong =
+        |path: &Path, expected, found: String| TlsError::Content { path: path.to_owned(), expected, found };
     let key_file = |error: rustls::Error| {
         wrong(key, "an RSA, ECDSA (P-256, P-384, P-521) or Ed25519 key", error.to_string())
     };
