@@ -102,9 +102,8 @@ fn load(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>, TlsError> {
     let private = private_key(key)?;
     let wrong =
         |path: &Path, expected, found: String| TlsError::Content { path: path.to_owned(), expected, found };
-    let key_file = |error: rustls::Error| {
-        wrong(key, "an RSA, ECDSA (P-256, P-384, P-521) or Ed25519 key", error.to_string())
-    };
+    let key_file =
+        |error: rustls::Error| wrong(key, "an RSA, ECDSA (P-256, P-384) or Ed25519 key", error.to_string());
     let provider = Arc::new(ring::default_provider());
     // Looked at by itself first: afterwards an unusable key and an unusable certificate are the same error.
     provider.key_provider.load_private_key(private.clone_key()).map_err(key_file)?;
