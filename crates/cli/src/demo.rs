@@ -57,17 +57,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             }
             shown
         };
+        let signalled = stop_signal()?;
         let stop = async {
             tokio::select! {
-                () = stop_signal() => {}
+                () = signalled => {}
                 Ok(()) = ended => {}
             }
         };
         let listening = |address| {
             let _ = listening.send(address);
         };
-        let (served, shown) =
-            tokio::join!(worker.listen(&arguments.host, arguments.port, listening, stop), client);
+        let (served, shown) = tokio::join!(
+            worker.ending_with_terminal().listen(&arguments.host, arguments.port, listening, stop),
+            client
+        );
         served.and(shown)
     });
     drop(folder);

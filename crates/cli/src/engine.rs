@@ -80,9 +80,9 @@ pub(crate) struct EngineArguments {
     /// Where the model runs
     #[arg(long, env = "OMNI_KEV_BACKEND", value_enum, default_value = "auto")]
     backend: Backend,
-    /// GPU, in the driver's order
-    #[arg(long, env = "OMNI_KEV_DEVICES", default_value_t = 0)]
-    devices: usize,
+    /// GPU, in the driver's order; serve takes several, separated by commas, and runs the model on each
+    #[arg(long, env = "OMNI_KEV_DEVICES", value_delimiter = ',', default_value = "0")]
+    devices: Vec<usize>,
     /// Arithmetic of the model; by default fast on a GPU, exact on the CPU
     #[arg(long, env = "OMNI_KEV_PROFILE", value_enum)]
     profile: Option<Profile>,
@@ -137,9 +137,41 @@ impl EngineArguments {
         self
     }
 
-    /// Loads the model where the arguments say.
-    fn engine(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
-        let cuda = || self.cuda(export, arguments);
+    /// Loads the model on every device of the arguments, at the same time.
+    fn engines(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Vec<Engine>> {
+        if let [device] = self.devices[..] {
+            return Ok(vec![self.engine(export, arguments, device)?]);
+        }
+        let mut seen = self.devices.clone();
+        seen.sort_unstable();
+        seen.dedup();
+        anyhow::ensure!(seen.len() == self.devices.len(), "--devices: {:?} has a device twice", self.devices);
+        std::thread::scope(|scope| {
+            let load = |device: &usize| {
+                let device = *device;
+                scope.spawn(move || {
+                    self.engine(export, arguments, device).with_context(|| format!("device {device}"))
+                })
+            };
+            let loading: Vec<_> = self.devices.iter().map(load).collect();
+            loading
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        })
+    }
+
+    /// The one device of a command that runs on one.
+    fn device(&self) -> Result<usize> {
+        match self.devices[..] {
+            [device] => Ok(device),
+            _ => anyhow::bail!("--devices: this command runs on one device, found {:?}", self.devices),
+        }
+    }
+
+    /// Loads the model on a device.
+    fn engine(&self, export: &Export, arguments: &ProcessorArguments, device: usize) -> Result<Engine> {
+        let cuda = || self.cuda(export, arguments, device);
         match self.backend {
             Backend::Cuda => cuda(),
             Backend::Cpu => self.cpu(export, arguments),
@@ -151,7 +183,10 @@ impl EngineArguments {
 
     /// The same choices as arguments of another command.
     pub(crate) fn forwarded(&self) -> Vec<String> {
-        let mut words = vec!["--devices".to_owned(), self.devices.to_string()];
+        let mut words = vec![
+            "--devices".to_owned(),
+            self.devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+        ];
         let backend = self.backend.to_possible_value().map(|value| value.get_name().to_owned());
         let mut give = |name: &str, value: Option<String>| {
             if let Some(value) = value {
@@ -214,15 +249,15 @@ impl EngineArguments {
         })
     }
 
-    fn cuda(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
+    fn cuda(&self, export: &Export, arguments: &ProcessorArguments, device: usize) -> Result<Engine> {
         let profile = self.profile.unwrap_or(Profile::Fast);
         let options = self.options(arguments, true);
         let arithmetic = match profile {
             Profile::Exact => CudaProfile::Exact,
             Profile::Fast => CudaProfile::Fast,
-            Profile::Service => return self.service(export, arguments),
+            Profile::Service => return self.service(export, arguments, device),
         };
-        let cuda = CudaOptions { ordinal: self.devices, profile: arithmetic, graphs: !self.no_cuda_graphs };
+        let cuda = CudaOptions { ordinal: device, profile: arithmetic, graphs: !self.no_cuda_graphs };
         let executor = open_cuda(export, &options, cuda)?;
         let description = executor.describe();
         let cache = executor.cache_stats();
@@ -244,14 +279,23 @@ impl EngineArguments {
 }
 
 impl EngineArguments {
-    /// The executor of profile `service`.
+    /// The executor of profile `service` on the one device of the arguments.
     pub(crate) fn service_executor(
         &self,
         export: &Export,
         arguments: &ProcessorArguments,
     ) -> Result<ServiceExecutor> {
+        self.service_executor_on(export, arguments, self.device()?)
+    }
+
+    fn service_executor_on(
+        &self,
+        export: &Export,
+        arguments: &ProcessorArguments,
+        ordinal: usize,
+    ) -> Result<ServiceExecutor> {
         let options = ServiceOptions {
-            ordinal: self.devices,
+            ordinal,
             max_state_tokens: arguments.max_state_tokens,
             max_row_tokens: arguments.max_row_tokens,
             max_question_tokens: arguments.max_question_tokens,
@@ -260,8 +304,8 @@ impl EngineArguments {
         Ok(ServiceExecutor::open(export, &options)?)
     }
 
-    fn service(&self, export: &Export, arguments: &ProcessorArguments) -> Result<Engine> {
-        let executor = self.service_executor(export, arguments)?;
+    fn service(&self, export: &Export, arguments: &ProcessorArguments, device: usize) -> Result<Engine> {
+        let executor = self.service_executor_on(export, arguments, device)?;
         let description = executor.describe();
         let cache = executor.cache_stats();
         let memory = Some(executor.device_memory());
@@ -313,10 +357,25 @@ pub(crate) fn open_engine(
     processor: &ProcessorArguments,
     first: impl FnOnce(&Export) -> Result<()>,
 ) -> Result<(Export, Engine)> {
+    let device = engine.device()?;
     let pins = pins.map(|path| Pins::read(path)).transpose()?;
     let (export, loaded) = Export::open_while(dir, &OpenOptions { pins }, &Shown::new(), |export| {
         first(export)?;
-        engine.engine(export, processor)
+        engine.engine(export, processor, device)
+    })?;
+    Ok((export, loaded?))
+}
+
+/// Verifies an export and loads its model on every device of the arguments at the same time.
+pub(crate) fn open_engines(
+    dir: &Path,
+    pins: Option<&PathBuf>,
+    engine: &EngineArguments,
+    processor: &ProcessorArguments,
+) -> Result<(Export, Vec<Engine>)> {
+    let pins = pins.map(|path| Pins::read(path)).transpose()?;
+    let (export, loaded) = Export::open_while(dir, &OpenOptions { pins }, &Shown::new(), |export| {
+        engine.engines(export, processor)
     })?;
     Ok((export, loaded?))
 }

@@ -1,6 +1,7 @@
 //! The `omni-kev` command: arguments in, exit codes out. Each command is a module of its own.
 //!
-//! Exit codes: 0 done, 1 a check said no, 2 refused or bad input, 3 internal error.
+//! Exit codes: 0 done, 1 a check said no, 2 refused or bad input, 3 internal error, 70 the served model failed, 130 a second
+//! stop signal.
 
 mod accept;
 mod bench;
@@ -10,7 +11,9 @@ mod decide;
 mod demo;
 mod engine;
 mod export;
+mod hangup;
 mod http_bench;
+mod keys;
 mod progress;
 mod qualification;
 mod serve;
@@ -23,6 +26,7 @@ mod worker;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use server::ServeError;
 
 /// A native worker for Kev decision models.
 #[derive(Parser)]
@@ -148,13 +152,18 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("omni-kev: {error:#}");
-            let code = match () {
-                () if error.is::<Internal>() => 3,
-                () if error.is::<Denied>() => 1,
-                () => 2,
-            };
-            ExitCode::from(code)
+            ExitCode::from(exit_code(&error))
         }
+    }
+}
+
+fn exit_code(error: &anyhow::Error) -> u8 {
+    match error.downcast_ref() {
+        // What sysexits calls an internal software error; supervisors restart on it.
+        Some(ServeError::Retired { .. }) => 70,
+        _ if error.is::<Internal>() => 3,
+        _ if error.is::<Denied>() => 1,
+        _ => 2,
     }
 }
 
@@ -163,6 +172,21 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn errors_have_their_exit_codes() {
+        let retired = ServeError::Retired { reason: "device".into() };
+        let cases = [
+            (anyhow::Error::from(retired).context("the server failed"), 70),
+            (anyhow::Error::from(ServeError::Connections { left: 1 }).context("the server failed"), 2),
+            (Internal("x".to_owned()).into(), 3),
+            (Denied("x".to_owned()).into(), 1),
+            (anyhow::anyhow!("x"), 2),
+        ];
+        for (error, code) in cases {
+            assert_eq!(exit_code(&error), code, "{error:#}");
+        }
+    }
 
     #[test]
     fn every_option_has_an_environment_variable_and_help() {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use server::Tls;
 
 use crate::worker::{Worker, WorkerArguments, stop_signal};
 
@@ -17,12 +18,25 @@ pub(crate) struct Arguments {
     /// Port to listen on; 0 takes a free one
     #[arg(long, env = "OMNI_KEV_PORT", default_value_t = 8009)]
     port: u16,
+    /// Speak TLS with this certificate and its chain, a PEM file, read again on SIGHUP; needs --tls-key
+    #[arg(long, env = "OMNI_KEV_TLS_CERT", value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// The certificate's private key, a PEM file without a password; needs --tls-cert
+    #[arg(long, env = "OMNI_KEV_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
     #[command(flatten)]
     worker: WorkerArguments,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let worker = Worker::start(&arguments.export, &arguments.worker)?;
+    let tls = match (&arguments.tls_cert, &arguments.tls_key) {
+        (Some(certificate), Some(key)) => Some(Tls::open(certificate, key)?),
+        _ => None,
+    };
+    let worker = Worker::start(&arguments.export, &arguments.worker)?.with_tls(tls);
     let runtime = tokio::runtime::Runtime::new().context("cannot start the runtime")?;
-    runtime.block_on(worker.listen(&arguments.host, arguments.port, |_| {}, stop_signal()))
+    runtime.block_on(async {
+        let stop = stop_signal()?;
+        worker.listen(&arguments.host, arguments.port, |_| {}, stop).await
+    })
 }

@@ -3,24 +3,29 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use acceptance::Standing;
 use anyhow::{Context, Result};
 use artifact::{Export, MANIFEST};
+use executor::CacheStats;
 use scheduler::{Scheduler, SchedulerOptions};
-use server::{ApiKey, CacheProbe, CacheSnapshot, ModelCard, ServerOptions, Service};
-use tokio::net::TcpListener;
+use server::{ApiKeys, CacheProbe, CacheSnapshot, Cors, ModelCard, ServerOptions, Service, Tls};
+use tokio::net::{TcpListener, TcpSocket};
 
 use crate::Internal;
-use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engine};
+use crate::engine::{Engine, EngineArguments, ProcessorArguments, open_engines};
+use crate::hangup::Files;
+use crate::keys;
 use crate::qualification::RequireArguments;
 
 /// Everything about a worker but where it listens and what it serves.
 #[derive(Clone, clap::Args)]
 pub(crate) struct WorkerArguments {
-    /// File with the API keys that clients may send, one a line: a key, or sha256: and its digest; # begins a comment
+    /// File with the API keys that clients may send, one a line: a key, or sha256: and its digest, after a name for the
+    /// log if it is to have one; # begins a comment
     #[arg(long, env = "OMNI_KEV_API_KEY_FILE", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Identity and hashes that the export must have, a JSON file
@@ -38,6 +43,12 @@ pub(crate) struct WorkerArguments {
     /// Time from a request's headers to its answer, in milliseconds
     #[arg(long, env = "OMNI_KEV_DEADLINE_MS", default_value_t = 10_000)]
     deadline_ms: u64,
+    /// The longest that a request may ask for instead, by x-request-timeout-ms
+    #[arg(long, env = "OMNI_KEV_MAX_DEADLINE_MS", default_value_t = 60_000)]
+    max_deadline_ms: u64,
+    /// Let web pages of this origin, scheme://host[:port], read answers; again for each origin, or * alone for any
+    #[arg(long = "cors-origin", env = "OMNI_KEV_CORS_ORIGIN", value_name = "ORIGIN", value_delimiter = ',')]
+    cors_origins: Vec<String>,
     /// Longest body, in bytes, before and after decompression
     #[arg(long, env = "OMNI_KEV_MAX_BODY_BYTES", default_value_t = 16 << 20)]
     max_body_bytes: usize,
@@ -53,6 +64,9 @@ pub(crate) struct WorkerArguments {
     /// Time that admitted requests get to finish after a stop signal, in milliseconds
     #[arg(long, env = "OMNI_KEV_DRAIN_TIMEOUT", default_value_t = 30_000)]
     drain_timeout: u64,
+    /// End with exit code 70 when the model fails, instead of refusing every request until a restart
+    #[arg(long, env = "OMNI_KEV_EXIT_ON_FAILURE")]
+    exit_on_failure: bool,
     /// Refuse requests that name a model which /v1/models does not list
     #[arg(long, env = "OMNI_KEV_STRICT_MODELS")]
     strict_models: bool,
@@ -84,40 +98,70 @@ impl WorkerArguments {
 pub(crate) struct Worker {
     service: Service,
     options: ServerOptions,
+    key_file: Option<PathBuf>,
     insecure: bool,
+    ends_with_terminal: bool,
 }
 
 impl Worker {
     /// Verifies an export, loads it and warms up.
     pub(crate) fn start(export: &Path, arguments: &WorkerArguments) -> Result<Self> {
-        let api_keys = arguments.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default();
+        // What can be wrong with the arguments is said before anything takes long.
+        anyhow::ensure!(
+            arguments.max_deadline_ms >= arguments.deadline_ms,
+            "--max-deadline-ms: expected at least --deadline-ms, which is {}, found {}",
+            arguments.deadline_ms,
+            arguments.max_deadline_ms
+        );
+        let cors = Cors::parse(&arguments.cors_origins).context("--cors-origin")?;
+        let api_keys = arguments.api_key_file.as_deref().map(keys::read).transpose()?.unwrap_or_default();
         let released = written(export);
         let dir = export;
-        let (export, mut engine) =
-            open_engine(dir, arguments.pins.as_ref(), &arguments.engine, &arguments.processor, |_| Ok(()))?;
-        executor::warm_up(&mut engine.execute, &export).map_err(|error| Internal(error.to_string()))?;
-        let standing = arguments.qualification.standing(dir, &export, &engine)?;
-        let models = cards(&export, &engine, &standing, &released);
+        let (export, mut engines) =
+            open_engines(dir, arguments.pins.as_ref(), &arguments.engine, &arguments.processor)?;
+        for engine in &mut engines {
+            executor::warm_up(&mut engine.execute, &export).map_err(|error| Internal(error.to_string()))?;
+        }
+        let Some(engine) = engines.first() else { anyhow::bail!("--devices: expected at least one") };
+        // One worker says one thing of itself, and a cached answer must not depend on the device that gives it.
+        for other in &engines {
+            anyhow::ensure!(
+                other.identity == engine.identity,
+                "--devices: {:?} and {:?} differ: give each kind a worker of its own",
+                engine.identity,
+                other.identity
+            );
+        }
+        let standing = arguments.qualification.standing(dir, &export, engine)?;
+        let models = cards(&export, engine, &standing, &released);
         let limits = SchedulerOptions {
             queue_requests: arguments.queue_requests,
             queue_tokens: arguments.queue_tokens,
             batch_requests: arguments.batch_requests,
             ..SchedulerOptions::default()
         };
-        let cache = engine.cache;
+        let caches: Vec<_> = engines.iter().map(|engine| Arc::clone(&engine.cache)).collect();
+        let mut processor = None;
+        let mut executors = Vec::new();
+        for engine in engines {
+            processor.get_or_insert(engine.processor);
+            executors.push(engine.execute);
+        }
         let service = Service {
-            processor: engine.processor,
-            scheduler: Scheduler::start(engine.execute, limits).context("cannot start the executor")?,
+            processor: processor.context("--devices: expected at least one")?,
+            scheduler: Scheduler::start_all(executors, limits).context("cannot start the executors")?,
             models,
             qualification: standing.word(),
             cache: Some(CacheProbe::new(move || {
-                let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+                let sum = |pick: fn(&CacheStats) -> &AtomicU64| {
+                    caches.iter().map(|cache| pick(cache).load(Ordering::Relaxed)).sum()
+                };
                 CacheSnapshot {
-                    hits: read(&cache.hits),
-                    misses: read(&cache.misses),
-                    evictions: read(&cache.evictions),
-                    states: read(&cache.states),
-                    bytes: read(&cache.bytes),
+                    hits: sum(|cache| &cache.hits),
+                    misses: sum(|cache| &cache.misses),
+                    evictions: sum(|cache| &cache.evictions),
+                    states: sum(|cache| &cache.states),
+                    bytes: sum(|cache| &cache.bytes),
                 }
             })),
         };
@@ -125,15 +169,32 @@ impl Worker {
             max_body_bytes: arguments.max_body_bytes,
             max_connections: arguments.max_connections,
             deadline: Duration::from_millis(arguments.deadline_ms),
+            max_deadline: Duration::from_millis(arguments.max_deadline_ms),
+            cors,
+            exit_on_failure: arguments.exit_on_failure,
             drain_timeout: Duration::from_millis(arguments.drain_timeout),
             strict_models: arguments.strict_models,
             kev_latency_ms: arguments.kev_latency_ms,
             cached_token_details: arguments.cached_token_details,
             drain_delay: Duration::from_millis(arguments.drain_delay),
-            api_keys,
+            api_keys: ApiKeys::from(api_keys),
             ..ServerOptions::default()
         };
-        Ok(Self { service, options, insecure: arguments.insecure })
+        let key_file = arguments.api_key_file.clone();
+        let (insecure, ends_with_terminal) = (arguments.insecure, false);
+        Ok(Self { service, options, key_file, insecure, ends_with_terminal })
+    }
+
+    /// The same, ended by SIGHUP as any other process: a demonstration ends with its terminal.
+    pub(crate) fn ending_with_terminal(mut self) -> Self {
+        self.ends_with_terminal = true;
+        self
+    }
+
+    /// The same over TLS.
+    pub(crate) fn with_tls(mut self, tls: Option<Tls>) -> Self {
+        self.options.tls = tls;
+        self
     }
 
     /// Binds, prints where it listens, serves until `stop` completes and drains.
@@ -144,18 +205,44 @@ impl Worker {
         listening: impl FnOnce(SocketAddr),
         stop: impl Future<Output = ()>,
     ) -> Result<()> {
-        let listener = TcpListener::bind((host, port))
-            .await
-            .with_context(|| format!("cannot listen on {host}:{port}"))?;
+        let listener = bound(host, port).await.with_context(|| format!("cannot listen on {host}:{port}"))?;
         let address = listener.local_addr()?;
+        // Whatever the transport: TLS keeps others from listening, not from asking.
         anyhow::ensure!(
             address.ip().is_loopback() || self.insecure || !self.options.api_keys.is_empty(),
             "{address} can be reached from other machines: give --api-key-file, or --insecure if that is meant"
         );
-        println!("listening on http://{address}");
+        let keys = self.key_file.map(|path| (path, self.options.api_keys.clone()));
+        if self.ends_with_terminal {
+            tracing::debug!("SIGHUP ends this process");
+        } else {
+            // Before anybody knows the address and may send the signal.
+            Files { keys, tls: self.options.tls.clone() }.reread_on_hangup()?;
+        }
+        let scheme = if self.options.tls.is_some() { "https" } else { "http" };
+        println!("listening on {scheme}://{address}");
         listening(address);
         server::serve(listener, self.service, self.options, stop).await.context("the server failed")
     }
+}
+
+/// Connections that may wait to be accepted. With the 128 that listeners have by default, a burst of clients waits for whole
+/// seconds of retransmission.
+const BACKLOG: u32 = 4096;
+
+/// A listener on the first address of a name that can be had.
+async fn bound(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let mut last = std::io::Error::other("the name has no address");
+    for address in tokio::net::lookup_host((host, port)).await? {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        // As listeners of the library are: a restart does not wait for the old connections' end.
+        socket.set_reuseaddr(true)?;
+        match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 /// When an export was written: the only date that is known of a model.
@@ -187,65 +274,23 @@ fn cards(export: &Export, engine: &Engine, standing: &Standing, released: &str) 
         .to_vec()
 }
 
-fn read_keys(path: &Path) -> Result<Vec<ApiKey>> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    keys(&text).with_context(|| path.display().to_string())
-}
-
-/// The keys of a file's lines.
-fn keys(text: &str) -> Result<Vec<ApiKey>> {
-    let mut keys = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if line.is_empty() || line.starts_with('#') {
-            continue;
-        }
-        keys.push(match line.strip_prefix("sha256:") {
-            None => ApiKey::new(line),
-            Some(digits) => {
-                let mut digest = [0; 32];
-                hex::decode_to_slice(digits, &mut digest)
-                    .with_context(|| format!("line {}: sha256: expects 64 hexadecimal digits", number + 1))?;
-                ApiKey::hashed(digest)
-            }
-        });
-    }
-    anyhow::ensure!(!keys.is_empty(), "holds no key: expected one a line");
-    Ok(keys)
-}
-
-/// SIGINT or SIGTERM; a second one ends the process at once.
-pub(crate) async fn stop_signal() {
-    signalled().await;
-    tokio::spawn(async {
-        signalled().await;
-        std::process::exit(130);
-    });
-}
-
-async fn signalled() {
+/// SIGINT or SIGTERM; a second one ends the process at once. Caught from the return of this on, so before anybody is told where the
+/// worker listens. Needs a runtime.
+pub(crate) fn stop_signal() -> Result<impl Future<Output = ()>> {
     use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        let _ = tokio::signal::ctrl_c().await;
-        return;
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        _ = terminate.recv() => {}
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn key_files_hold_keys_digests_and_comments() {
-        let digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
-        assert_eq!(keys(&format!("# team\n one \n\ntwo\nsha256:{digest}\n")).unwrap().len(), 3);
-        for bad in ["", "\n# nothing\n", "sha256:12", "sha256:zz"] {
-            assert!(keys(bad).is_err(), "{bad:?}");
+    let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
+    let mut stopped = async move || {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
         }
-        assert!(format!("{:#}", keys("ok\nsha256:12").unwrap_err()).contains("line 2"));
-    }
+    };
+    Ok(async move {
+        stopped().await;
+        tokio::spawn(async move {
+            stopped().await;
+            std::process::exit(130);
+        });
+    })
 }

@@ -1,4 +1,6 @@
-//! Owns the API key: how it is kept, compared and asked for.
+//! Owns the API keys: how they are kept, named, exchanged, compared and asked for.
+
+use std::sync::{Arc, PoisonError, RwLock};
 
 use axum::http::{HeaderMap, header};
 use sha2::{Digest, Sha256};
@@ -9,17 +11,31 @@ use crate::error::ApiError;
 #[derive(Clone)]
 pub struct ApiKey {
     digest: [u8; 32],
+    name: Option<Arc<str>>,
 }
+
+/// Longest name of a key.
+const MAX_NAME: usize = 64;
 
 impl ApiKey {
     /// A key. Spaces around it are not part of it.
     pub fn new(key: &str) -> Self {
-        Self { digest: digest(key.trim().as_bytes()) }
+        Self::hashed(digest(key.trim().as_bytes()))
     }
 
     /// A key of which only the SHA-256 is known.
     pub fn hashed(digest: [u8; 32]) -> Self {
-        Self { digest }
+        Self { digest, name: None }
+    }
+
+    /// The key under a name that request logs show: 1 to 64 of `A-Z a-z 0-9 _ . -`. `None` when the name is none.
+    pub fn named(mut self, name: &str) -> Option<Self> {
+        let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
+        if !(1..=MAX_NAME).contains(&name.len()) || !name.bytes().all(fits) {
+            return None;
+        }
+        self.name = Some(name.into());
+        Some(self)
     }
 
     /// Compares hashes, all of their bytes whatever the first ones say: time tells nothing about the key.
@@ -36,18 +52,59 @@ impl std::fmt::Debug for ApiKey {
     }
 }
 
-/// Whether a request may go on: there is no key, or it presents one of them. All are compared, whichever fits.
-pub(crate) fn check(keys: &[ApiKey], headers: &HeaderMap) -> Result<(), ApiError> {
+/// The keys in force, of which every path under `/v1` asks for one; none accepts and ignores any. Clones share what
+/// [`ApiKeys::replace`] puts in force.
+#[derive(Clone, Debug, Default)]
+pub struct ApiKeys {
+    current: Arc<RwLock<Arc<[ApiKey]>>>,
+}
+
+impl From<Vec<ApiKey>> for ApiKeys {
+    fn from(keys: Vec<ApiKey>) -> Self {
+        Self { current: Arc::new(RwLock::new(keys.into())) }
+    }
+}
+
+impl ApiKeys {
+    /// Puts other keys in force for requests that come later. Whether that was done: a server that asks for a key never
+    /// stops asking, nor does one that does not begin to, so both the old and the new keys must be some.
+    #[must_use]
+    pub fn replace(&self, keys: Vec<ApiKey>) -> bool {
+        let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
+        if current.is_empty() || keys.is_empty() {
+            return false;
+        }
+        *current = keys.into();
+        true
+    }
+
+    /// Whether no key is asked for.
+    pub fn is_empty(&self) -> bool {
+        self.current().is_empty()
+    }
+
+    fn current(&self) -> Arc<[ApiKey]> {
+        Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether a request may go on, and the name of the key that it presents if that has one.
+    pub(crate) fn check(&self, headers: &HeaderMap) -> Result<Option<Arc<str>>, ApiError> {
+        check(&self.current(), headers)
+    }
+}
+
+/// There is no key, or the request presents one of them. All are compared, whichever fits.
+fn check(keys: &[ApiKey], headers: &HeaderMap) -> Result<Option<Arc<str>>, ApiError> {
     if keys.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let Some(value) = headers.get(header::AUTHORIZATION) else {
         return Err(ApiError::Unauthenticated { missing: true });
     };
-    match bearer(value.as_bytes()) {
-        Some(presented) if keys.iter().fold(false, |any, key| any | key.matches(presented)) => Ok(()),
-        _ => Err(ApiError::Unauthenticated { missing: false }),
-    }
+    let refused = ApiError::Unauthenticated { missing: false };
+    let Some(presented) = bearer(value.as_bytes()) else { return Err(refused) };
+    let fitting = keys.iter().fold(None, |found, key| if key.matches(presented) { Some(key) } else { found });
+    fitting.map(|key| key.name.clone()).ok_or(refused)
 }
 
 /// The token of `Bearer <token>`: the scheme in any case, any number of spaces.
@@ -81,6 +138,42 @@ mod tests {
         };
         assert!(opens.into_iter().all(check));
         assert!(!refuses.into_iter().any(check));
+    }
+
+    #[test]
+    fn the_key_that_fits_gives_its_name() {
+        let named = |key: &str, name: &str| ApiKey::new(key).named(name).unwrap();
+        let keys = ApiKeys::from(vec![named("one", "team-a"), ApiKey::new("two"), named("three", "B.c_9")]);
+        let name = |key: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, format!("Bearer {key}").parse().unwrap());
+            keys.check(&headers).map(|name| name.map(|name| name.to_string()))
+        };
+        assert_eq!(name("one"), Ok(Some("team-a".to_owned())));
+        assert_eq!(name("two"), Ok(None));
+        assert_eq!(name("three"), Ok(Some("B.c_9".to_owned())));
+        assert!(name("team-a").is_err());
+        for bad in ["", "a b", "a:b", "é", &"a".repeat(65)] {
+            assert!(ApiKey::new("k").named(bad).is_none(), "{bad:?}");
+        }
+        assert!(ApiKey::new("k").named(&"a".repeat(64)).is_some());
+    }
+
+    #[test]
+    fn an_exchange_neither_opens_nor_closes_a_server() {
+        let keys = ApiKeys::from(vec![ApiKey::new("old")]);
+        let shared = keys.clone();
+        assert!(!shared.replace(Vec::new()));
+        let opens = |key: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, format!("Bearer {key}").parse().unwrap());
+            keys.check(&headers).is_ok()
+        };
+        assert!(opens("old") && !opens("new"));
+        assert!(shared.replace(vec![ApiKey::new("new")]));
+        assert!(opens("new") && !opens("old"));
+        let open = ApiKeys::default();
+        assert!(open.is_empty() && !open.replace(vec![ApiKey::new("new")]) && open.is_empty());
     }
 
     #[test]

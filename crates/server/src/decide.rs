@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::Response;
 use decision::{Tree, Usage};
 use processor::{Finished, Prepared, ResponseContext};
@@ -37,12 +37,30 @@ pub(crate) async fn answer(
     request: Request,
 ) -> Result<Response, ApiError> {
     let arrival = request.extensions().get::<Arrival>().map_or_else(Instant::now, |arrival| arrival.0);
-    let deadline = deadline(arrival, app.options.deadline);
+    let patience = patience(request.headers(), &app.options)?;
+    let deadline = deadline(arrival, patience);
     let encoding = body::inspect(request.headers())?;
     // A full or stopping worker says so before it reads anything.
     app.service.scheduler.check()?;
     let answer = decide(&app, endpoint, encoding, request.into_body(), deadline);
     tokio::time::timeout_at(deadline.into(), answer).await.map_err(|_| ApiError::Deadline)?
+}
+
+/// The header by which a request shortens or lengthens its own deadline.
+pub(crate) const REQUEST_TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout-ms");
+
+/// How long a request may take: what it asks for up to what this deployment allows, or what this deployment gives.
+fn patience(headers: &HeaderMap, options: &ServerOptions) -> Result<Duration, ApiError> {
+    let mut values = headers.get_all(REQUEST_TIMEOUT).iter();
+    let Some(value) = values.next() else { return Ok(options.deadline) };
+    let digits = value.as_bytes();
+    let number = values.next().is_none() && !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
+    if !number || digits.iter().all(|digit| *digit == b'0') {
+        return Err(ApiError::RequestTimeout);
+    }
+    // A number that no integer holds is over every limit.
+    let asked = value.to_str().ok().and_then(|digits| digits.parse().ok()).unwrap_or(u64::MAX);
+    Ok(Duration::from_millis(asked).min(options.max_deadline))
 }
 
 fn deadline(arrival: Instant, patience: Duration) -> Instant {
@@ -198,4 +216,40 @@ fn finish(
 fn defect(error: processor::FinishError) -> ApiError {
     tracing::error!(%error, "an answer could not be made");
     ApiError::Internal
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_names_its_patience_up_to_the_limit() {
+        let options = ServerOptions {
+            deadline: Duration::from_millis(100),
+            max_deadline: Duration::from_millis(5_000),
+            ..ServerOptions::default()
+        };
+        let asked = |values: &[&[u8]]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(REQUEST_TIMEOUT, axum::http::HeaderValue::from_bytes(value).unwrap());
+            }
+            patience(&headers, &options).map(|patience| patience.as_millis())
+        };
+        assert_eq!(asked(&[]), Ok(100));
+        for (value, ms) in [
+            ("1", 1),
+            ("0250", 250),
+            ("5000", 5_000),
+            ("5001", 5_000),
+            ("18446744073709551615", 5_000),
+            ("99999999999999999999999999", 5_000),
+        ] {
+            assert_eq!(asked(&[value.as_bytes()]), Ok(ms), "{value}");
+        }
+        for bad in ["", "0", "000", "-1", "+1", "1.5", "1e3", "10ms", "1 000", "1,2", "0x10", "\u{662}"] {
+            assert_eq!(asked(&[bad.as_bytes()]), Err(ApiError::RequestTimeout), "{bad:?}");
+        }
+        assert_eq!(asked(&[b"10", b"10"]), Err(ApiError::RequestTimeout));
+    }
 }

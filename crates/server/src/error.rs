@@ -1,7 +1,7 @@
 //! Owns the one table from error to status, body and documentation. A handler returns an [`ApiError`]; nothing else in
 //! this crate chooses a status.
 
-use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use processor::pytext::{JsonStyle, write_json, write_string};
 use processor::{PathItem, RequestError, Violation};
@@ -90,6 +90,13 @@ const UNKNOWN_MODEL: Row = row(
     Body,
     "The request names a model that is not served, and this deployment is strict about names.",
 );
+const TIMEOUT: Row = row(
+    "invalid_request_timeout",
+    S::BAD_REQUEST,
+    Object,
+    Body,
+    "`x-request-timeout-ms` is not one positive integer.",
+);
 const CORRUPT: Row =
     row("corrupt_encoding", S::BAD_REQUEST, Object, Body, "The compressed body cannot be decompressed.");
 const BROKEN: Row = row("incomplete_body", S::BAD_REQUEST, Object, Body, "The body ended before its length.");
@@ -159,9 +166,10 @@ const INTERNAL: Row =
     row("internal_error", S::INTERNAL_SERVER_ERROR, Object, Keyed, "A defect of this program.");
 
 /// Every row, in the order of their statuses.
-pub(crate) const TABLE: [&Row; 22] = [
+pub(crate) const TABLE: [&Row; 23] = [
     &UNREADABLE,
     &UNKNOWN_MODEL,
+    &TIMEOUT,
     &CORRUPT,
     &BROKEN,
     &KEY,
@@ -224,6 +232,8 @@ pub(crate) enum ApiError {
     UnknownModel,
     /// `question` of a permute request names no choice.
     NotAChoice,
+    /// `x-request-timeout-ms` is not one positive integer.
+    RequestTimeout,
     /// The scheduler let the request not in, or not through.
     Scheduler(Failure),
     /// The request was not answered in time.
@@ -273,6 +283,7 @@ impl ApiError {
             Self::MethodNotAllowed => &METHOD,
             Self::UnknownModel => &UNKNOWN_MODEL,
             Self::NotAChoice => &NOT_A_CHOICE,
+            Self::RequestTimeout => &TIMEOUT,
             Self::Scheduler(failure) => match failure {
                 Failure::Refused(Refusal::TooLarge { .. }) => &TOO_LARGE,
                 Failure::Refused(Refusal::Requests { .. } | Refusal::Tokens { .. }) => &OVERLOADED,
@@ -310,6 +321,10 @@ impl ApiError {
             Self::MethodNotAllowed => "Method Not Allowed".to_owned(),
             Self::UnknownModel => "Unknown model: GET /v1/models lists those that are served".to_owned(),
             Self::NotAChoice => "question must name a choice question of the request".to_owned(),
+            Self::RequestTimeout => {
+                "x-request-timeout-ms must be one positive integer: milliseconds from the headers to the answer"
+                    .to_owned()
+            }
             Self::Scheduler(failure) => match failure {
                 Failure::Refused(Refusal::Retired { .. }) | Failure::Retired { .. } => {
                     "The model failed and is retired".to_owned()
@@ -415,16 +430,13 @@ fn write_json_error(out: &mut String, message: &str, position: usize) {
     out.push_str("}}]");
 }
 
-const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
-
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let row = self.row();
         let mut response = wire::json(row.status, self.body());
         let headers = response.headers_mut();
         if row.status == S::SERVICE_UNAVAILABLE {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-            headers.insert(RETRY_AFTER_MS, HeaderValue::from_static("1000"));
+            wire::come_back(headers);
         }
         if row.status == S::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -561,6 +573,11 @@ mod tests {
                 r#"{"detail":"question must name a choice question of the request"}"#,
             ),
             (
+                ApiError::RequestTimeout,
+                400,
+                r#"{"detail":{"error_type":"invalid_request_timeout","message":"x-request-timeout-ms must be one positive integer: milliseconds from the headers to the answer"}}"#,
+            ),
+            (
                 Refusal::TooLarge { tokens: 9, limit: 8 }.into(),
                 413,
                 r#"{"detail":{"error_type":"request_too_large","message":"the request has 9 tokens, over the limit of 8: split it"}}"#,
@@ -587,6 +604,12 @@ mod tests {
             ),
             (
                 Refusal::Retired { reason: Arc::clone(&reason) }.into(),
+                503,
+                r#"{"detail":{"error_type":"model_unavailable","message":"The model failed and is retired"}}"#,
+            ),
+            (
+                // The scheduler itself says this as the failure below; the table has a row for either.
+                object(Failure::Refused(Refusal::Retired { reason: Arc::clone(&reason) })),
                 503,
                 r#"{"detail":{"error_type":"model_unavailable","message":"The model failed and is retired"}}"#,
             ),
@@ -626,13 +649,89 @@ mod tests {
         assert_eq!(rows, table, "rows without an error, or errors without a row");
     }
 
+    /// A name for every variant. Without a wildcard: a new one does not compile until it is here, and then it is missed
+    /// below until [`every`] has it.
+    fn variant(error: &ApiError) -> &'static str {
+        match error {
+            ApiError::Request { error, .. } => match error {
+                RequestError::NotJson { .. } => "not json",
+                RequestError::Unparsable(_) => "unparsable",
+                RequestError::Violations(_) => "violations",
+                RequestError::Tokenizer { .. } => "tokenizer",
+                RequestError::TooLong { .. } => "too long",
+                RequestError::TooLarge { .. } => "too large to render",
+            },
+            ApiError::ContentType => "content type",
+            ApiError::Multipart => "multipart",
+            ApiError::Encoding => "encoding",
+            ApiError::CorruptBody { .. } => "corrupt body",
+            ApiError::BodyTooLarge { .. } => "body too large",
+            ApiError::IncompleteBody => "incomplete body",
+            ApiError::SlowBody => "slow body",
+            ApiError::BodyMemory => "body memory",
+            ApiError::Connections => "connections",
+            ApiError::Unauthenticated { .. } => "unauthenticated",
+            ApiError::NotFound => "not found",
+            ApiError::MethodNotAllowed => "method not allowed",
+            ApiError::UnknownModel => "unknown model",
+            ApiError::NotAChoice => "not a choice",
+            ApiError::RequestTimeout => "request timeout",
+            ApiError::Scheduler(failure) => match failure {
+                Failure::Refused(Refusal::TooLarge { .. }) => "request too large",
+                Failure::Refused(Refusal::Requests { .. }) => "requests",
+                Failure::Refused(Refusal::Tokens { .. }) => "tokens",
+                Failure::Refused(Refusal::Draining) => "draining",
+                Failure::Refused(Refusal::Retired { .. }) => "refused: retired",
+                Failure::Retired { .. } => "retired",
+                Failure::Stopped => "stopped",
+                Failure::Deadline => "deadline while waiting",
+                Failure::Inference { .. } => "inference",
+            },
+            ApiError::Deadline => "deadline",
+            ApiError::Internal => "internal",
+        }
+    }
+
+    #[test]
+    fn every_503_says_when_to_come_back_in_both_forms() {
+        let seen: HashSet<&str> = every().iter().map(|(error, ..)| variant(error)).collect();
+        assert_eq!(seen.len(), 32, "a variant without a case: {seen:?}");
+        let mut unavailable: Vec<&str> = Vec::new();
+        for (error, ..) in every() {
+            let response = error.clone().into_response();
+            if response.status() != StatusCode::SERVICE_UNAVAILABLE {
+                continue;
+            }
+            let value = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
+            assert_eq!(
+                (value("retry-after"), value("retry-after-ms")),
+                (Some("1"), Some("1000")),
+                "{error:?}"
+            );
+            unavailable.push(variant(&error));
+        }
+        unavailable.sort_unstable();
+        let expected = [
+            "body memory",
+            "connections",
+            "draining",
+            "refused: retired",
+            "requests",
+            "retired",
+            "stopped",
+            "tokens",
+        ];
+        assert_eq!(unavailable, expected);
+    }
+
     #[test]
     fn headers_go_with_their_status() {
         for (error, status, _) in every() {
             let response = error.clone().into_response();
             let has = |name: &str| response.headers().contains_key(name);
             assert!(has("content-type"));
-            assert_eq!(has("retry-after") && has("retry-after-ms"), status == 503, "{error:?}");
+            let retry = [has("retry-after"), has("retry-after-ms")];
+            assert_eq!(retry, [status == 503; 2], "{error:?}");
             assert_eq!(has("www-authenticate"), status == 401, "{error:?}");
             assert_eq!(has("accept-encoding"), error == ApiError::Encoding);
         }

@@ -6,6 +6,7 @@
 
 mod auth;
 mod body;
+mod cors;
 mod decide;
 mod error;
 mod metrics;
@@ -18,10 +19,13 @@ mod routes;
 mod serve;
 mod service;
 mod socket;
+mod tls;
 mod wire;
 
-pub use auth::ApiKey;
+pub use auth::{ApiKey, ApiKeys};
+pub use cors::{Cors, OriginError};
 pub use openapi::openapi;
 pub use serve::{ServeError, serve};
-pub use service::{CacheProbe, CacheSnapshot, Cors, ServerOptions, Service};
+pub use service::{CacheProbe, CacheSnapshot, ServerOptions, Service};
+pub use tls::{Tls, TlsError};
 pub use wire::{Answered, ModelCard};

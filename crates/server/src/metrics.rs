@@ -84,7 +84,13 @@ fn text(app: &App) -> String {
     let build = vec![(format!("{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1.0)];
     family(&mut out, "build_info", "gauge", "Version of the program.", &build);
     let stats = app.service.scheduler.stats();
-    family(&mut out, "devices", "gauge", "Devices that the worker started with.", &plain(stats.devices as f64));
+    family(
+        &mut out,
+        "devices",
+        "gauge",
+        "Devices that the worker started with.",
+        &plain(stats.devices as f64),
+    );
     let working = plain(stats.working_devices as f64);
     family(&mut out, "working_devices", "gauge", "Devices that have not failed.", &working);
     let qualified = [(format!("{{state=\"{}\"}}", app.service.qualification), 1.0)];

@@ -28,6 +28,23 @@ const MAX_ID: usize = 128;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival(pub(crate) Instant);
 
+/// The name of the key that a request presented, for its log line: filled in where the key is checked, and read whatever
+/// becomes of the request after that.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Caller(Arc<OnceLock<Arc<str>>>);
+
+impl Caller {
+    /// The key was the one of this name.
+    pub(crate) fn is(&self, name: Arc<str>) {
+        // A request presents one key, once.
+        let _ = self.0.set(name);
+    }
+
+    fn name(&self) -> Option<&str> {
+        self.0.get().map(AsRef::as_ref)
+    }
+}
+
 /// Where the time of an answered request went.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stages {
@@ -45,7 +62,9 @@ pub(crate) async fn respond(
 ) -> Result<Response, Infallible> {
     let arrival = Instant::now();
     let route = counted(request.uri().path());
+    let caller = Caller::default();
     request.extensions_mut().insert(Arrival(arrival));
+    request.extensions_mut().insert(caller.clone());
     let id = request_id(request.headers());
     let mut response = router.oneshot(request).await?;
     let stages = response.extensions_mut().remove::<Stages>();
@@ -55,6 +74,7 @@ pub(crate) async fn respond(
     tracing::info!(
         id = id.to_str().unwrap_or(""),
         route,
+        key = caller.name(),
         status = response.status().as_u16(),
         total_ms = 1e3 * elapsed.as_secs_f64(),
         queue_ms = ms(|stages| stages.queue),

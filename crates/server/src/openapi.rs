@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 
 use axum::http::StatusCode;
 use serde_json::Value;
-use utoipa::openapi::path::{HttpMethod, Operation, OperationBuilder, PathItem};
+use utoipa::openapi::path::{
+    HttpMethod, Operation, OperationBuilder, Parameter, ParameterBuilder, ParameterIn, PathItem,
+};
 use utoipa::openapi::request_body::RequestBodyBuilder;
 use utoipa::openapi::schema::{
     AdditionalProperties, ArrayBuilder, Object, ObjectBuilder, OneOfBuilder, Ref, Schema, Type,
@@ -17,6 +19,7 @@ use utoipa::openapi::{
 };
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::decide::REQUEST_TIMEOUT;
 use crate::error::{Row, Scope, Shape, TABLE};
 use crate::routes::{HEALTH, METRICS, MODELS, OPENAPI, PERMUTE, READY, SEPARATE, SYSTEMONE};
 use crate::wire::{ModelCard, Models};
@@ -339,7 +342,8 @@ fn decide(path: &str, keyed: bool) -> Operation {
         )
         .required(Some(Required::True))
         .build();
-    let operation = fixed_builder(id, summary, response).request_body(Some(body));
+    let operation =
+        fixed_builder(id, summary, response).parameter(request_timeout()).request_body(Some(body));
     let applies = |row: &Row| match row.scope {
         Scope::Body => true,
         Scope::Keyed => keyed || row.status != StatusCode::UNAUTHORIZED,
@@ -347,6 +351,20 @@ fn decide(path: &str, keyed: bool) -> Operation {
         Scope::Framework => false,
     };
     secured(errors(operation, applies), keyed).build()
+}
+
+fn request_timeout() -> Parameter {
+    let number = ObjectBuilder::new().schema_type(Type::Integer).minimum(Some(1)).build();
+    ParameterBuilder::new()
+        .name(REQUEST_TIMEOUT.as_str())
+        .parameter_in(ParameterIn::Header)
+        .required(Required::False)
+        .description(Some(
+            "Milliseconds from the headers to the answer, instead of this deployment's deadline and up to its \
+             maximum; `GET /ready` tells both.",
+        ))
+        .schema(Some(number))
+        .build()
 }
 
 fn models(keyed: bool) -> Operation {
@@ -374,7 +392,7 @@ fn ready() -> Operation {
             ContentBuilder::new().schema(Some(Ref::from_schema_name("Ready"))).build(),
         );
     fixed_builder("ready", "Whether requests should come, and the limits they must keep.", "Ready")
-        .response("503", marked(refused).build())
+        .response("503", marked(unavailable(refused)).build())
         .build()
 }
 
@@ -426,11 +444,18 @@ fn errors(mut operation: OperationBuilder, applies: impl Fn(&Row) -> bool) -> Op
         let mut response =
             marked(ResponseBuilder::new().description(text.join(" ")).content("application/json", content));
         if status == StatusCode::SERVICE_UNAVAILABLE.as_u16() {
-            response = response.header("retry-after", header("Seconds to wait before trying again."));
+            response = unavailable(response);
         }
         operation = operation.response(status.to_string(), response.build());
     }
     operation
+}
+
+/// Headers of every 503.
+fn unavailable(response: ResponseBuilder) -> ResponseBuilder {
+    response
+        .header("retry-after", header("Seconds to wait before trying again."))
+        .header("retry-after-ms", header("The same in milliseconds."))
 }
 
 /// Headers of every response.

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::Response;
 use scheduler::Refusal;
 use serde_json::json;
@@ -42,12 +42,13 @@ pub(crate) fn respond(app: &App) -> Response {
         "max_question_tokens": processor.max_question_tokens,
         "max_body_bytes": app.options.max_body_bytes,
         "deadline_ms": app.options.deadline.as_millis() as u64,
+        "max_deadline_ms": app.options.max_deadline.as_millis() as u64,
     });
     let Some(reason) = reason(app) else {
         return wire::json(StatusCode::OK, json!({ "status": "ready", "limits": limits }).to_string());
     };
     let body = json!({ "status": "not_ready", "reason": reason, "limits": limits }).to_string();
     let mut response = wire::json(StatusCode::SERVICE_UNAVAILABLE, body);
-    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    wire::come_back(response.headers_mut());
     response
 }

@@ -2,24 +2,21 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{Method, StatusCode};
+use axum::http::StatusCode;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::cors::{AllowHeaders, AllowOrigin, Any as Every, CorsLayer};
 
-use crate::auth;
 use crate::decide::{Endpoint, answer};
 use crate::error::ApiError;
 use crate::metrics;
-use crate::observe::{REQUEST_ID, SERVER_TIMING};
+use crate::observe::Caller;
 use crate::ready;
-use crate::service::{App, Cors};
+use crate::service::App;
 use crate::wire;
 
 /// All questions of a request.
@@ -72,7 +69,7 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
         .layer(from_fn_with_state(Arc::clone(app), require_key))
         .layer(CatchPanicLayer::custom(panicked));
-    match cors(&app.options.cors) {
+    match app.options.cors.layer() {
         Some(layer) => router.layer(layer),
         None => router,
     }
@@ -86,7 +83,10 @@ async fn require_key(
 ) -> Result<Response, ApiError> {
     let path = request.uri().path();
     if path == "/v1" || path.starts_with("/v1/") {
-        auth::check(&app.options.api_keys, request.headers())?;
+        let name = app.options.api_keys.check(request.headers())?;
+        if let (Some(name), Some(caller)) = (name, request.extensions().get::<Caller>()) {
+            caller.is(name);
+        }
     }
     Ok(next.run(request).await)
 }
@@ -94,19 +94,4 @@ async fn require_key(
 fn panicked(_: Box<dyn Any + Send>) -> Response {
     // The panic hook has already reported it, and the payload may quote a caller.
     ApiError::Internal.into_response()
-}
-
-fn cors(cors: &Cors) -> Option<CorsLayer> {
-    let origins: AllowOrigin = match cors {
-        Cors::Off => return None,
-        Cors::Any => Every.into(),
-        Cors::Origins(origins) => origins.clone().into(),
-    };
-    let layer = CorsLayer::new()
-        .allow_origin(origins)
-        .allow_methods([Method::GET, Method::POST])
-        .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([REQUEST_ID, SERVER_TIMING])
-        .max_age(Duration::from_secs(600));
-    Some(layer)
 }

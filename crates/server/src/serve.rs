@@ -10,8 +10,8 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use scheduler::DrainTimeout;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use scheduler::{DrainTimeout, Refusal};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -23,6 +23,7 @@ use crate::observe;
 use crate::routes;
 use crate::service::{App, ServerOptions, Service};
 use crate::socket::{Activity, Patient, Working};
+use crate::tls::Tls;
 
 /// Longest request line and headers.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -30,6 +31,10 @@ const MAX_HEAD_BYTES: usize = 64 << 10;
 const MAX_REFUSALS: usize = 64;
 /// How long an unread body is read on, so that its sender sees the answer.
 const LINGER: Duration = Duration::from_secs(5);
+/// How long a connection over the limit may take to be told so, with its TLS handshake.
+const REFUSAL: Duration = Duration::from_secs(1);
+/// How often a server that ends with its model looks whether it lives.
+const LOOK: Duration = Duration::from_millis(100);
 /// How long to wait when the system has no socket left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -48,13 +53,20 @@ pub enum ServeError {
     /// Requests were still inside when the time to drain was over.
     #[error(transparent)]
     Requests(#[from] DrainTimeout),
+    /// The model failed, and the server was to end with it.
+    #[error("the model is retired: {reason}")]
+    Retired {
+        /// What failed.
+        reason: Arc<str>,
+    },
 }
 
 /// Serves until `shutdown` completes, then finishes what is in work: no new connection, no new request on an old one, and
-/// every request in work gets its answer. Ends the scheduler.
+/// every request in work gets its answer. Ends the scheduler. With [`ServerOptions::exit_on_failure`] a retired model ends
+/// it likewise, without the delay for balancers: whoever comes in that time could only be refused.
 ///
 /// # Errors
-/// [`ServeError`] when something could not be finished in time.
+/// [`ServeError`] when something could not be finished in time, or the model was retired.
 pub async fn serve(
     listener: TcpListener,
     service: Service,
@@ -72,20 +84,26 @@ pub async fn serve(
         leaving.leaving.begin();
         tokio::time::sleep(leaving.options.drain_delay).await;
     };
-    tokio::pin!(shutdown);
+    let failure = failure(Arc::clone(&app));
+    tokio::pin!(shutdown, failure);
+    let mut failed = None;
     loop {
         let accepted = tokio::select! {
             () = &mut shutdown => break,
+            reason = &mut failure => {
+                failed = Some(reason);
+                break;
+            }
             Some(_) = connections.join_next() => continue,
             Some(_) = refusals.join_next() => continue,
             accepted = listener.accept() => accepted,
         };
         match accepted {
             Ok((stream, _)) if connections.len() < app.options.max_connections => {
-                connections.spawn(connection(stream, Arc::clone(&app), router.clone(), stopping.clone()));
+                connections.spawn(welcome(stream, Arc::clone(&app), router.clone(), stopping.clone()));
             }
             Ok((stream, _)) if refusals.len() < MAX_REFUSALS => {
-                refusals.spawn(refuse(stream));
+                refusals.spawn(turn_away(stream, app.options.tls.clone()));
             }
             Ok(_) => {}
             Err(error) => {
@@ -98,7 +116,26 @@ pub async fn serve(
     drop(stopping);
     // Nobody listening means that no connection is left.
     let _ = stop.send(());
-    drain(app, connections).await
+    let drained = drain(app, connections).await;
+    match failed {
+        // Says more than what could not be finished because of it.
+        Some(reason) => Err(ServeError::Retired { reason }),
+        None => drained,
+    }
+}
+
+/// Completes when the model is retired and the server is to end with it. Asked again and again: the scheduler tells nobody,
+/// and the batch that failed may have had no caller left whose answer could tell.
+async fn failure(app: Arc<App>) -> Arc<str> {
+    if !app.options.exit_on_failure {
+        return std::future::pending().await;
+    }
+    loop {
+        if let Some(Refusal::Retired { reason }) = app.service.scheduler.closed() {
+            return reason;
+        }
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Waits for connections, then for the scheduler, within one time limit.
@@ -118,9 +155,30 @@ async fn drain(app: Arc<App>, mut connections: JoinSet<()>) -> Result<(), ServeE
     Ok(())
 }
 
-async fn connection(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
+/// A connection within the limit: its handshake if there is one, then its requests.
+async fn welcome(stream: TcpStream, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>) {
     // Answers are one write each: waiting to fill a packet only delays them.
     let _ = stream.set_nodelay(true);
+    let Some(tls) = app.options.tls.clone() else {
+        return connection(stream, app, router, stopping).await;
+    };
+    let secured = tokio::select! {
+        secured = timeout(app.options.handshake_timeout, tls.handshake(stream)) => secured,
+        // No request has begun.
+        _ = stopping.changed() => return,
+    };
+    match secured {
+        Ok(Ok(stream)) => connection(stream, app, router, stopping).await,
+        Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+        Err(_) => tracing::debug!("a TLS handshake took too long"),
+    }
+}
+
+/// The requests of a connection.
+async fn connection<S>(stream: S, app: Arc<App>, router: Router, mut stopping: watch::Receiver<()>)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let (served, options) = (Arc::clone(&app), &app.options);
     let activity = Arc::new(Activity::default());
     let stream = Patient::new(stream, Arc::clone(&activity), options.head_timeout, options.write_timeout);
@@ -157,8 +215,19 @@ async fn connection(stream: TcpStream, app: Arc<App>, router: Router, mut stoppi
     }
 }
 
-/// Tells a connection over the limit to come back, without reading its request.
-async fn refuse(mut stream: TcpStream) {
+/// A connection over the limit. Whoever does not even read what it is told is closed all the same.
+async fn turn_away(stream: TcpStream, tls: Option<Tls>) {
+    let told = async {
+        match tls {
+            None => refuse(stream).await,
+            Some(tls) => refuse(tls.handshake(stream).await?).await,
+        }
+    };
+    let _ = timeout(REFUSAL, told).await;
+}
+
+/// Tells a client to come back, without reading its request.
+async fn refuse(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> std::io::Result<()> {
     let body = ApiError::Connections.body();
     let id = observe::new_id();
     let head = format!(
@@ -167,19 +236,15 @@ async fn refuse(mut stream: TcpStream) {
         body.len(),
         id.to_str().unwrap_or_default(),
     );
-    let told = async {
-        stream.write_all(head.as_bytes()).await?;
-        stream.write_all(body.as_bytes()).await?;
-        stream.shutdown().await?;
-        // Closing with unread bytes would reset the connection before the answer is seen.
-        let mut unread = [0; 4096];
-        for _ in 0..64 {
-            if stream.read(&mut unread).await? == 0 {
-                break;
-            }
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    stream.shutdown().await?;
+    // Closing with unread bytes would reset the connection before the answer is seen.
+    let mut unread = [0; 4096];
+    for _ in 0..64 {
+        if stream.read(&mut unread).await? == 0 {
+            break;
         }
-        std::io::Result::Ok(())
-    };
-    // Whoever does not even read this is closed all the same.
-    let _ = timeout(Duration::from_secs(1), told).await;
+    }
+    Ok(())
 }

@@ -4,16 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
-use axum::http::HeaderValue;
 use processor::Processor;
 use scheduler::Scheduler;
 use tokio::sync::Semaphore;
 
-use crate::auth::ApiKey;
+use crate::auth::ApiKeys;
+use crate::cors::Cors;
 use crate::metrics::Metrics;
 use crate::openapi;
 use crate::pool::Pool;
 use crate::ready::Leaving;
+use crate::tls::Tls;
 use crate::wire::ModelCard;
 
 /// What answers requests.
@@ -66,31 +67,25 @@ impl std::fmt::Debug for CacheProbe {
     }
 }
 
-/// Which web pages may read answers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Cors {
-    /// Pages of any origin, as the reference service allows.
-    #[default]
-    Any,
-    /// Pages of these origins.
-    Origins(Vec<HeaderValue>),
-    /// None: no CORS header is ever sent.
-    Off,
-}
-
 /// Limits and switches of a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
     /// The keys of which every path under `/v1` asks for one; none accepts and ignores any.
-    pub api_keys: Vec<ApiKey>,
+    pub api_keys: ApiKeys,
+    /// The certificate; none speaks plain HTTP.
+    pub tls: Option<Tls>,
     /// Which web pages may read answers.
     pub cors: Cors,
     /// Longest body in bytes, before and after decompression.
     pub max_body_bytes: usize,
     /// Bytes of all bodies held at once.
     pub body_memory_bytes: usize,
-    /// From a request's headers to its answer.
+    /// From a request's headers to its answer, where the request says nothing else.
     pub deadline: Duration,
+    /// The longest that a request may ask for by `x-request-timeout-ms`.
+    pub max_deadline: Duration,
+    /// From a connection to the end of its TLS handshake.
+    pub handshake_timeout: Duration,
     /// How long a connection may be silent between requests. Clients reuse connections that were idle for 30 s.
     pub idle_timeout: Duration,
     /// From the first byte of a request to the end of its headers.
@@ -104,6 +99,8 @@ pub struct ServerOptions {
     pub drain_delay: Duration,
     /// How long requests may take to finish after the shutdown signal.
     pub drain_timeout: Duration,
+    /// Ends the server when the model is retired, instead of refusing every request from then on.
+    pub exit_on_failure: bool,
     /// Threads that validate and tokenise; 0 means one per core.
     pub prepare_threads: usize,
     /// Refuses requests that name a model which is not listed, instead of answering under any name.
@@ -117,17 +114,21 @@ pub struct ServerOptions {
 impl Default for ServerOptions {
     fn default() -> Self {
         Self {
-            api_keys: Vec::new(),
+            api_keys: ApiKeys::default(),
+            tls: None,
             cors: Cors::default(),
             max_body_bytes: 16 << 20,
             body_memory_bytes: 256 << 20,
             deadline: Duration::from_secs(10),
+            max_deadline: Duration::from_secs(60),
+            handshake_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(75),
             head_timeout: Duration::from_secs(15),
             write_timeout: Duration::from_secs(30),
             max_connections: 4096,
             drain_delay: Duration::ZERO,
             drain_timeout: Duration::from_secs(30),
+            exit_on_failure: false,
             prepare_threads: 0,
             strict_models: false,
             kev_latency_ms: false,

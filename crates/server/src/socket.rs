@@ -147,7 +147,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        // Of a TLS stream this writes too, and may wait for the reader.
+        let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
+        self.patience(cx, shut)
     }
 }
 

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::Response;
 use decision::{Answers, Usage};
 use processor::pytext::{self, JsonStyle, write_string};
@@ -44,6 +44,14 @@ pub(crate) fn json(status: StatusCode, body: impl Into<Body>) -> Response {
     *response.status_mut() = status;
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
+}
+
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+
+/// What every 503 says: when to try again, in both of the forms that clients read.
+pub(crate) fn come_back(headers: &mut HeaderMap) {
+    headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    headers.insert(RETRY_AFTER_MS, HeaderValue::from_static("1000"));
 }
 
 /// The answer to a request, with the parts that are switched on.

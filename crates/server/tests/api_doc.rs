@@ -54,6 +54,12 @@ fn rendered(api: &Value) -> String {
                     write!(out, "{}\n\n", text(operation, key)).unwrap();
                 }
             }
+            for parameter in operation["parameters"].as_array().into_iter().flatten() {
+                let (name, place) = (text(parameter, "name"), text(parameter, "in"));
+                let kind = type_name(&parameter["schema"]);
+                write!(out, "Optional {place} `{name}`, {kind}: {}\n\n", text(parameter, "description"))
+                    .unwrap();
+            }
             if let Some(body) = operation.pointer("/requestBody/content/application~1json/schema") {
                 write!(out, "Body: {}\n\n", type_name(body)).unwrap();
             }

@@ -273,6 +273,7 @@ fn connections_over_the_limit_are_told_so() {
     }
     let refused = server.post(one(noul()).to_string());
     assert_eq!((refused.status, refused.header("retry-after")), (503, Some("1")));
+    assert_eq!(refused.header("retry-after-ms"), Some("1000"));
     assert_eq!(refused.json()["detail"]["error_type"], json!("overloaded"));
     assert!(refused.header("x-typesafe-request-id").is_some());
     drop(first);
@@ -399,7 +400,7 @@ fn readiness_tells_limits_and_turns_before_anything_is_refused() {
         }
     };
     assert_eq!((refused.status, &refused.json()["reason"]), (503, &json!("stopping")));
-    assert_eq!(refused.header("retry-after"), Some("1"));
+    assert_eq!((refused.header("retry-after"), refused.header("retry-after-ms")), (Some("1"), Some("1000")));
     // Requests are still answered in the meantime.
     server.answer(&one(noul()));
     server.join().unwrap();

@@ -31,7 +31,7 @@ fn answer(server: &Server, question: Value) -> Value {
 }
 
 fn keyed() -> Server {
-    let server = ServerOptions { api_keys: vec![ApiKey::new("sesame")], ..ServerOptions::default() };
+    let server = ServerOptions { api_keys: vec![ApiKey::new("sesame")].into(), ..ServerOptions::default() };
     Server::with(Setup { server, ..Setup::default() })
 }
 
@@ -742,7 +742,11 @@ fn r42_cross_origin() {
         ("access-control-request-method", "POST"),
         ("access-control-request-headers", "authorization,content-type,x-own"),
     ];
-    for server in [Server::new(), keyed()] {
+    let start = |keys: Vec<ApiKey>| {
+        let server = ServerOptions { api_keys: keys.into(), cors: Cors::Any, ..ServerOptions::default() };
+        Server::with(Setup { server, ..Setup::default() })
+    };
+    for server in [start(Vec::new()), start(vec![ApiKey::new("sesame")])] {
         for path in ["/v1/systemone", "/v1/models"] {
             let response = server.request("OPTIONS", path, &preflight, b"");
             assert!([200, 204].contains(&response.status), "{}", response.status);

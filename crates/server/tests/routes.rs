@@ -182,7 +182,7 @@ type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], String, u16);
 #[test]
 fn what_is_served_is_what_is_described() {
     let server = ServerOptions {
-        api_keys: vec![ApiKey::new("sesame")],
+        api_keys: vec![ApiKey::new("sesame")].into(),
         kev_latency_ms: true,
         cached_token_details: true,
         ..ServerOptions::default()
