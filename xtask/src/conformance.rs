@@ -1,4 +1,5 @@
-//! Owns conformance by real clients: the public compatibility suite and SDK against the served demo, without and with a key.
+//! Owns conformance by real clients: the public compatibility suite and SDK against the served demo, without and with a key, and
+//! over TLS.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -6,6 +7,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use crate::certificate;
+use crate::chaos::worker;
 use crate::python::{environment, run};
 
 /// How long the demo may take to listen.
@@ -30,18 +33,32 @@ pub(crate) fn check(root: &Path, binary: &Path) -> Result<(), String> {
         (&strict, None, ["MUST 32/32", "SHOULD 13/13"]),
         (&keyed, Some(KEY), ["MUST 32/32", "SHOULD 15/15"]),
     ] {
-        let demo = Demo::start(binary, arguments)?;
-        clients(root, &environment, &demo.url, key, expected)?;
+        let demo = Demo::start(binary, &[&["demo"], arguments].concat())?;
+        clients(root, &environment, &demo.url, key, None, expected)?;
     }
-    Ok(())
+    let folder = root.join("target/conformance");
+    let export = worker::export(binary, &folder)?;
+    let made = certificate::make(&folder)?;
+    let [export, chain, secret] =
+        [&export, &made.certificate, &made.key].map(|path| path.display().to_string());
+    let tls = ["--tls-cert", &chain, "--tls-key", &secret];
+    let arguments =
+        [&["serve", &export, "--backend", "cpu", "--strict-models", "--api-key-file", &key_path], &tls[..]]
+            .concat();
+    let served = Demo::start(binary, &arguments)?;
+    if !served.url.starts_with("https://") {
+        return Err(format!("{} is not TLS", served.url));
+    }
+    let expected = ["MUST 32/32", "SHOULD 15/15"];
+    clients(root, &environment, &served.url, Some(KEY), Some(&made.certificate), expected)
 }
 
 /// Runs every client with a key against what is served already, with `--strict-models`.
 ///
 /// # Errors
 /// As [`check`].
-pub(crate) fn through(root: &Path, url: &str, key: &str) -> Result<(), String> {
-    clients(root, &installed(root)?, url, Some(key), ["MUST 32/32", "SHOULD 15/15"])
+pub(crate) fn through(root: &Path, url: &str, key: &str, trusted: Option<&Path>) -> Result<(), String> {
+    clients(root, &installed(root)?, url, Some(key), trusted, ["MUST 32/32", "SHOULD 15/15"])
 }
 
 /// The environment with the clients.
@@ -57,17 +74,26 @@ fn clients(
     environment: &Path,
     url: &str,
     key: Option<&str>,
+    trusted: Option<&Path>,
     expected: [&str; 2],
 ) -> Result<(), String> {
-    suite(environment, url, key, expected)?;
+    suite(environment, url, key, trusted, expected)?;
     let mut sdk = Command::new(environment.join("bin/python"));
     sdk.arg(root.join("tools/conformance/sdk.py")).arg(url).args(key);
+    sdk.envs(trusted.map(|path| ("SSL_CERT_FILE", path)));
     run(&mut sdk, "the SDK's check")
 }
 
-fn suite(environment: &Path, url: &str, key: Option<&str>, expected: [&str; 2]) -> Result<(), String> {
+fn suite(
+    environment: &Path,
+    url: &str,
+    key: Option<&str>,
+    trusted: Option<&Path>,
+    expected: [&str; 2],
+) -> Result<(), String> {
     let mut command = Command::new(environment.join("bin/jevcompat"));
     command.args(["test", url]);
+    command.envs(trusted.map(|path| ("SSL_CERT_FILE", path)));
     if let Some(key) = key {
         command.args(["--key", key]);
     }
@@ -75,17 +101,18 @@ fn suite(environment: &Path, url: &str, key: Option<&str>, expected: [&str; 2]) 
     let text = String::from_utf8_lossy(&output.stdout);
     if output.status.success() && expected.iter().all(|count| text.contains(count)) {
         println!(
-            "jevcompat: {}, {}{}",
+            "jevcompat: {}, {}{}{}",
             expected[0],
             expected[1],
-            if key.is_some() { ", with a key" } else { "" }
+            if key.is_some() { ", with a key" } else { "" },
+            if trusted.is_some() { ", over TLS" } else { "" }
         );
         return Ok(());
     }
     Err(format!("jevcompat ended with {}, expected {expected:?}:\n{text}", output.status))
 }
 
-/// A served demo, killed when dropped.
+/// A served demo or export, killed when dropped.
 struct Demo {
     child: Child,
     url: String,
@@ -94,8 +121,8 @@ struct Demo {
 impl Demo {
     fn start(binary: &Path, arguments: &[&str]) -> Result<Self, String> {
         let mut child = Command::new(binary)
-            .args(["demo", "--port", "0"])
             .args(arguments)
+            .args(["--port", "0"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -116,7 +143,7 @@ impl Drop for Demo {
 
 /// The address that a server prints; what it prints later is read and dropped, so that it never waits for a reader.
 fn listening(output: Option<ChildStdout>) -> Result<String, String> {
-    let output = output.ok_or("the demo has no standard output")?;
+    let output = output.ok_or("the worker has no standard output")?;
     let (found, wait) = mpsc::channel();
     std::thread::spawn(move || {
         for line in BufReader::new(output).lines().map_while(Result::ok) {
@@ -125,5 +152,5 @@ fn listening(output: Option<ChildStdout>) -> Result<String, String> {
             }
         }
     });
-    wait.recv_timeout(PATIENCE).map_err(|_| "the demo did not listen".to_owned())
+    wait.recv_timeout(PATIENCE).map_err(|_| "the worker did not listen".to_owned())
 }

@@ -42,7 +42,7 @@ fn proxy(root: &Path, folder: &Path, without: bool) -> Result<(), String> {
         Err(error) => return Err(error),
     };
     let address = |port| SocketAddr::from(([127, 0, 0, 1], port));
-    let text = haproxy::local(root, address(8080), [address(8009), address(8010)])?;
+    let text = haproxy::local(root, address(8080), None, [address(8009), address(8010)])?;
     let config = write(folder, "haproxy.cfg", &text)?;
     haproxy::check(&program, &config)?;
     println!("deploy-check: haproxy.cfg is accepted by {}", program.path().display());

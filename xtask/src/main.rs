@@ -1,7 +1,9 @@
 //! Repository tasks. `cargo xtask ci` is the gate: the same command for people and machines.
 
+mod certificate;
 mod chaos;
 mod conformance;
+mod deny;
 mod deploy;
 mod fuzz;
 mod kernels;
@@ -18,12 +20,13 @@ fn main() -> ExitCode {
         Some("ci") => ci(),
         Some("tidy") => tidy::check(&root()).map(|()| println!("tidy: ok")),
         Some("kernels") => kernels::build(&root(), &arguments[1..]).map(|_| ()),
+        Some("advisories") => deny::advisories(&root()),
         Some("fuzz") => fuzz::all(&root(), arguments.get(1).map_or("60", String::as_str)),
         Some("conformance") => conformance::check(&root(), &binary(&root())),
         Some("deploy-check") => deploy::check(&root(), &binary(&root()), &arguments[1..]),
         Some("chaos") => chaos::run(&root(), binary(&root()), &arguments[1..]),
         _ => {
-            Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance | fuzz [SECONDS] | deploy-check | chaos".to_owned())
+            Err("usage: cargo xtask ci | tidy | kernels [sm_90a …] | conformance | fuzz [SECONDS] | deploy-check | chaos | advisories".to_owned())
         }
     };
     match result {
@@ -73,10 +76,12 @@ fn ci() -> Result<(), String> {
     step("docs", &["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
     tidy::check(&root)?;
     println!("=== tidy: ok");
+    timed("dependencies", || deny::check(&root))?;
     step("tests", &["test", "--workspace"], &[])?;
     step("release build", &["build", "--release"], &[])?;
     timed("kernels", || kernels::build(&root, &[]).map(|_| ()))?;
     timed("conformance", || conformance::check(&root, &binary(&root)))?;
+    timed("deployment", || deploy::check(&root, &binary(&root), &[]))?;
     let golden = root.join("../shared/golden");
     if golden.is_dir() {
         for package in ["artifact", "processor", "executor", "omni-kev"] {
@@ -99,7 +104,7 @@ fn ci() -> Result<(), String> {
     } else {
         println!("=== golden tier: NOT RUN, {} is absent", golden.display());
     }
-    println!("=== gate: {} steps passed", done + 3);
+    println!("=== gate: {} steps passed", done + 5);
     Ok(())
 }
 

@@ -10,6 +10,7 @@ use super::http::{Client, Event, Outcome, post};
 use super::load;
 use super::tally::{Tally, latencies, ms, rule};
 use super::worker::Worker;
+use crate::certificate;
 use crate::conformance;
 use crate::deploy::container::free_port;
 use crate::deploy::haproxy::{self, Proxy};
@@ -33,6 +34,9 @@ struct Site<'a> {
     arguments: Vec<String>,
     workers: [Worker; 2],
     proxy: SocketAddr,
+    /// The same over TLS, and the certificate that clients must trust.
+    secure: SocketAddr,
+    certificate: PathBuf,
     /// Headers of every request: the key, and a session for each number.
     headers: String,
     requests: Vec<Vec<u8>>,
@@ -49,7 +53,8 @@ pub(crate) fn run(root: &Path, binary: &Path, export: &Path, folder: &Path) -> R
         site.full(),
         site.sticky(),
         site.identified(),
-        conformance::through(root, &format!("http://{}", site.proxy), KEY),
+        conformance::through(root, &format!("http://{}", site.proxy), KEY, None),
+        conformance::through(root, &format!("https://{}", site.secure), KEY, Some(&site.certificate)),
     ] {
         broken.extend(result.err());
     }
@@ -66,7 +71,10 @@ impl<'a> Site<'a> {
         let worker = || Worker::start(binary, export, 0, &arguments);
         let workers = [worker()?, worker()?];
         let proxy = SocketAddr::from(([127, 0, 0, 1], free_port()?));
-        let text = haproxy::local(root, proxy, [workers[0].address, workers[1].address])?;
+        let made = certificate::make(folder)?;
+        let secure = SocketAddr::from(([127, 0, 0, 1], free_port()?));
+        let addresses = [workers[0].address, workers[1].address];
+        let text = haproxy::local(root, proxy, Some((secure, &made.both)), addresses)?;
         let config = folder.join("haproxy.cfg");
         std::fs::write(&config, text).map_err(|error| format!("{}: {error}", config.display()))?;
         let program = haproxy::find(root)?;
@@ -74,7 +82,19 @@ impl<'a> Site<'a> {
         let running = Proxy::start(&program, &config, proxy)?;
         let headers = format!("authorization: Bearer {KEY}\r\nx-session-id: session-{{}}\r\n");
         let requests = load::requests(6, &headers);
-        Ok(Self { binary, export, arguments, workers, proxy, headers, requests, _running: running })
+        let certificate = made.certificate;
+        Ok(Self {
+            binary,
+            export,
+            arguments,
+            workers,
+            proxy,
+            secure,
+            certificate,
+            headers,
+            requests,
+            _running: running,
+        })
     }
 
     /// Load through the proxy while something is done; what was done returns when it began to hurt.

@@ -11,17 +11,33 @@ use super::distribution::Program;
 ///
 /// # Errors
 /// A line that is expected there and is not.
-pub(crate) fn local(root: &Path, listen: SocketAddr, workers: [SocketAddr; 2]) -> Result<String, String> {
+pub(crate) fn local(
+    root: &Path,
+    listen: SocketAddr,
+    tls: Option<(SocketAddr, &Path)>,
+    workers: [SocketAddr; 2],
+) -> Result<String, String> {
     let path = root.join("deploy/haproxy.cfg");
     let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    replaced(&text, listen, workers).map_err(|line| format!("{}: expected {line:?} once", path.display()))
+    replaced(&text, listen, tls, workers)
+        .map_err(|line| format!("{}: expected {line:?} once", path.display()))
 }
 
-fn replaced(text: &str, listen: SocketAddr, workers: [SocketAddr; 2]) -> Result<String, String> {
+fn replaced(
+    text: &str,
+    listen: SocketAddr,
+    tls: Option<(SocketAddr, &Path)>,
+    workers: [SocketAddr; 2],
+) -> Result<String, String> {
+    let secure = "    # bind :8443 ssl crt /etc/haproxy/certs/omni-kev.pem alpn h2,http/1.1\n";
+    let bind = tls.map_or(secure.to_owned(), |(address, pem)| {
+        format!("    bind {address} ssl crt {} alpn h2,http/1.1\n", pem.display())
+    });
     let replacements = [
         ("    user haproxy\n", String::new()),
         ("    group haproxy\n", String::new()),
         ("    bind :8080\n", format!("    bind {listen}\n")),
+        (secure, bind),
         (" 192.0.2.11:8009\n", format!(" {}\n", workers[0])),
         (" 192.0.2.12:8009\n", format!(" {}\n", workers[1])),
     ];
@@ -104,10 +120,21 @@ mod tests {
     #[test]
     fn the_deployed_configuration_gets_local_addresses() {
         let address = |port| SocketAddr::from(([127, 0, 0, 1], port));
-        let text = local(&crate::root(), address(1), [address(2), address(3)]).unwrap();
-        for line in ["bind 127.0.0.1:1\n", "worker-1 127.0.0.1:2\n", "worker-2 127.0.0.1:3\n"] {
+        let text = local(
+            &crate::root(),
+            address(1),
+            Some((address(4), Path::new("x.pem"))),
+            [address(2), address(3)],
+        )
+        .unwrap();
+        for line in [
+            "bind 127.0.0.1:1\n",
+            "worker-1 127.0.0.1:2\n",
+            "worker-2 127.0.0.1:3\n",
+            "bind 127.0.0.1:4 ssl crt x.pem",
+        ] {
             assert_eq!(text.matches(line).count(), 1, "{line}");
         }
-        assert!(replaced("    bind :8080\n", address(1), [address(2), address(3)]).is_err());
+        assert!(replaced("    bind :8080\n", address(1), None, [address(2), address(3)]).is_err());
     }
 }
