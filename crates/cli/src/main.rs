@@ -168,6 +168,7 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // A failure here is a failed test.
 mod tests {
     use clap::CommandFactory;
 
@@ -201,5 +202,50 @@ mod tests {
             }
         }
         assert!(options > 50, "{options}");
+    }
+
+    const OPERATIONS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
+    const BEGIN: &str = "<!-- options of serve: written by UPDATE_DOCS=1 cargo test -p omni-kev -->\n";
+    const END: &str = "<!-- end of options -->\n";
+
+    /// A row for each option of `serve`.
+    fn options() -> String {
+        let mut table = "| option | default | meaning |\n|---|---|---|\n".to_owned();
+        let mut cli = Cli::command();
+        cli.build();
+        let serve = cli.find_subcommand("serve").unwrap();
+        let mut rows: Vec<String> = serve
+            .get_arguments()
+            // What a feature adds has a section of its own.
+            .filter(|option| option.get_env().is_some() && option.get_long() != Some("otlp-endpoint"))
+            .map(|option| {
+                let name = option.get_long().unwrap_or_default();
+                let defaults: Vec<&str> =
+                    option.get_default_values().iter().filter_map(|value| value.to_str()).collect();
+                let default = match (option.get_action().takes_values(), &defaults[..]) {
+                    (true, [value, ..]) => format!("`{value}`"),
+                    (true, []) => String::new(),
+                    (false, _) => "off".to_owned(),
+                };
+                let help = option.get_help().map(ToString::to_string).unwrap_or_default();
+                format!("| `--{name}` | {default} | {help} |\n")
+            })
+            .collect();
+        rows.sort();
+        table.extend(rows);
+        table
+    }
+
+    #[test]
+    fn the_operations_page_has_every_option_of_serve() {
+        let page = std::fs::read_to_string(OPERATIONS).unwrap();
+        let (before, rest) = page.split_once(BEGIN).unwrap();
+        let (_, after) = rest.split_once(END).unwrap();
+        let expected = format!("{before}{BEGIN}{}{END}{after}", options());
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(OPERATIONS, &expected).unwrap();
+        } else {
+            assert!(page == expected, "docs/operations.md: run UPDATE_DOCS=1 cargo test -p omni-kev");
+        }
     }
 }

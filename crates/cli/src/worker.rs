@@ -46,7 +46,7 @@ pub(crate) struct WorkerArguments {
     /// The longest that a request may ask for instead, by x-request-timeout-ms
     #[arg(long, env = "OMNI_KEV_MAX_DEADLINE_MS", default_value_t = 60_000)]
     max_deadline_ms: u64,
-    /// Let web pages of this origin, scheme://host[:port], read answers; again for each origin, or * alone for any
+    /// Let web pages of this origin, scheme://host or scheme://host:port, read answers; again for each origin, or * alone for any
     #[arg(long = "cors-origin", env = "OMNI_KEV_CORS_ORIGIN", value_name = "ORIGIN", value_delimiter = ',')]
     cors_origins: Vec<String>,
     /// Longest body, in bytes, before and after decompression

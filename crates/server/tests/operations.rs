@@ -239,3 +239,19 @@ fn without_the_switch_a_server_outlives_its_model() {
     server.begin_stop();
     server.join().unwrap();
 }
+
+#[test]
+fn the_operations_page_has_every_metric() {
+    let page =
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md")).unwrap();
+    let server = Server::new();
+    let text = server.get("/metrics").text();
+    let names: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next()).collect();
+    assert!(names.len() > 20, "{names:?}");
+    let missing: Vec<&&str> = names
+        .iter()
+        .filter(|name| !page.contains(&format!("`{name}`")) && !page.contains(&format!("`{name}{{")))
+        .collect();
+    assert!(missing.is_empty(), "docs/operations.md lacks {missing:?}");
+}
