@@ -69,8 +69,10 @@ fn ci() -> Result<(), String> {
         Ok(())
     };
     step("format", &["fmt", "--all", "--check"], &[])?;
-    let features =
-        "artifact/golden,processor/golden,executor/golden,executor/gpu,omni-kev/golden,backend-cuda/gpu";
+    let features = concat!(
+        "artifact/golden,processor/golden,executor/golden,executor/gpu,omni-kev/golden,omni-kev/otlp,",
+        "backend-cuda/gpu"
+    );
     let lints = ["clippy", "--workspace", "--all-targets", "--features", features, "--", "-D", "warnings"];
     step("lints", &lints, &[])?;
     step("docs", &["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
@@ -78,6 +80,9 @@ fn ci() -> Result<(), String> {
     println!("=== tidy: ok");
     timed("dependencies", || deny::check(&root))?;
     step("tests", &["test", "--workspace"], &[])?;
+    let traces =
+        ["test", "--package", "omni-kev", "--features", "otlp", "--bin", "omni-kev", "--test", "otlp"];
+    step("traces", &traces, &[])?;
     step("release build", &["build", "--release"], &[])?;
     timed("kernels", || kernels::build(&root, &[]).map(|_| ()))?;
     timed("conformance", || conformance::check(&root, &binary(&root)))?;

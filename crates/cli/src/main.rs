@@ -14,6 +14,8 @@ mod export;
 mod hangup;
 mod http_bench;
 mod keys;
+#[cfg(feature = "otlp")]
+mod otlp;
 mod progress;
 mod qualification;
 mod serve;
@@ -27,6 +29,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use server::ServeError;
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, Registry};
 
 /// A native worker for Kev decision models.
 #[derive(Parser)]
@@ -89,9 +95,11 @@ enum LogFormat {
     Json,
 }
 
-/// Sends events to standard error. They never hold text of a caller.
-fn log(level: LogLevel, format: LogFormat) {
-    use tracing_subscriber::filter::LevelFilter;
+/// What events and spans go through.
+type Sink = Box<dyn Layer<Registry> + Send + Sync>;
+
+/// Sends events to standard error, which never hold text of a caller, and whatever else wants them where it wants.
+fn log(level: LogLevel, format: LogFormat, more: Option<Sink>) {
     let level = match level {
         LogLevel::Off => LevelFilter::OFF,
         LogLevel::Error => LevelFilter::ERROR,
@@ -99,11 +107,13 @@ fn log(level: LogLevel, format: LogFormat) {
         LogLevel::Info => LevelFilter::INFO,
         LogLevel::Debug => LevelFilter::DEBUG,
     };
-    let builder = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
-    match format {
-        LogFormat::Text => builder.init(),
-        LogFormat::Json => builder.json().init(),
-    }
+    let text = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let text = match format {
+        LogFormat::Text => text.with_filter(level).boxed(),
+        LogFormat::Json => text.json().with_filter(level).boxed(),
+    };
+    let sinks: Vec<Sink> = more.into_iter().chain([text]).collect();
+    tracing_subscriber::registry().with(sinks).init();
 }
 
 /// A check that ran and said no.
@@ -132,28 +142,53 @@ impl std::error::Error for Internal {}
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    log(cli.log_level, cli.log_format);
-    let result = match cli.command {
-        Command::Demo(arguments) => demo::run(&arguments),
-        Command::Synth(arguments) => synth::run(&arguments),
-        Command::Export(arguments) => export::run(&arguments),
-        Command::Verify(arguments) => verify::run(&arguments),
-        Command::Tokens(arguments) => tokens::run(&arguments),
-        Command::Decide(arguments) => decide::run(&arguments),
-        Command::Serve(arguments) => serve::run(&arguments),
-        Command::Capture(arguments) => capture::run(&arguments),
-        Command::Corpus(arguments) => corpus::run(&arguments),
-        Command::Bench(arguments) => bench::run(&arguments),
-        Command::Accept(arguments) => accept::run(&arguments),
-        Command::Qualify(arguments) => qualification::run(&arguments),
-        Command::Trace(arguments) => trace::run(&arguments),
-    };
-    match result {
+    match report_and_run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("omni-kev: {error:#}");
             ExitCode::from(exit_code(&error))
         }
+    }
+}
+
+/// Runs with the log, and with traces where they are wanted, which get their last spans however the command ends.
+#[cfg(feature = "otlp")]
+fn report_and_run(cli: &Cli) -> anyhow::Result<()> {
+    let endpoint = match &cli.command {
+        Command::Serve(arguments) => arguments.otlp_endpoint.as_ref(),
+        _ => None,
+    };
+    let traces = endpoint.map(otlp::Traces::start).transpose()?;
+    log(cli.log_level, cli.log_format, traces.as_ref().map(otlp::Traces::layer));
+    let result = run(&cli.command);
+    if let Some(traces) = traces {
+        traces.flush();
+    }
+    result
+}
+
+/// Runs with the log.
+#[cfg(not(feature = "otlp"))]
+fn report_and_run(cli: &Cli) -> anyhow::Result<()> {
+    log(cli.log_level, cli.log_format, None);
+    run(&cli.command)
+}
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::Demo(arguments) => demo::run(arguments),
+        Command::Synth(arguments) => synth::run(arguments),
+        Command::Export(arguments) => export::run(arguments),
+        Command::Verify(arguments) => verify::run(arguments),
+        Command::Tokens(arguments) => tokens::run(arguments),
+        Command::Decide(arguments) => decide::run(arguments),
+        Command::Serve(arguments) => serve::run(arguments),
+        Command::Capture(arguments) => capture::run(arguments),
+        Command::Corpus(arguments) => corpus::run(arguments),
+        Command::Bench(arguments) => bench::run(arguments),
+        Command::Accept(arguments) => accept::run(arguments),
+        Command::Qualify(arguments) => qualification::run(arguments),
+        Command::Trace(arguments) => trace::run(arguments),
     }
 }
 

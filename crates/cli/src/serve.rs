@@ -24,6 +24,10 @@ pub(crate) struct Arguments {
     /// The certificate's private key, a PEM file without a password; needs --tls-cert
     #[arg(long, env = "OMNI_KEV_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
+    /// Send a span for every request to the OpenTelemetry collector at this URL, http://host[:port][/path]
+    #[cfg(feature = "otlp")]
+    #[arg(long, env = "OMNI_KEV_OTLP_ENDPOINT", value_name = "URL")]
+    pub(crate) otlp_endpoint: Option<crate::otlp::Endpoint>,
     #[command(flatten)]
     worker: WorkerArguments,
 }
@@ -34,6 +38,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         _ => None,
     };
     let worker = Worker::start(&arguments.export, &arguments.worker)?.with_tls(tls);
+    #[cfg(feature = "otlp")]
+    let worker = if arguments.otlp_endpoint.is_some() {
+        worker.with_span_parent(crate::otlp::span_parent())
+    } else {
+        worker
+    };
     let runtime = tokio::runtime::Runtime::new().context("cannot start the runtime")?;
     runtime.block_on(async {
         let stop = stop_signal()?;

@@ -197,6 +197,13 @@ impl Worker {
         self
     }
 
+    /// The same with parents for its spans.
+    #[cfg(feature = "otlp")]
+    pub(crate) fn with_span_parent(mut self, parent: server::SpanParent) -> Self {
+        self.options.span_parent = Some(parent);
+        self
+    }
+
     /// Binds, prints where it listens, serves until `stop` completes and drains.
     pub(crate) async fn listen(
         self,

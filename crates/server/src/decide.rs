@@ -14,7 +14,7 @@ use scheduler::Permit;
 
 use crate::body::{self, Encoding};
 use crate::error::ApiError;
-use crate::observe::{Arrival, Stages};
+use crate::observe::{Arrival, RequestSpan, Stages};
 use crate::permute;
 use crate::service::{App, ServerOptions};
 use crate::wire::{self, Answered};
@@ -34,15 +34,16 @@ pub(crate) enum Endpoint {
 pub(crate) async fn answer(
     app: Arc<App>,
     endpoint: Endpoint,
-    request: Request,
+    mut request: Request,
 ) -> Result<Response, ApiError> {
+    let span = request.extensions_mut().remove::<RequestSpan>();
     let arrival = request.extensions().get::<Arrival>().map_or_else(Instant::now, |arrival| arrival.0);
     let patience = patience(request.headers(), &app.options)?;
     let deadline = deadline(arrival, patience);
     let encoding = body::inspect(request.headers())?;
     // A full or stopping worker says so before it reads anything.
     app.service.scheduler.check()?;
-    let answer = decide(&app, endpoint, encoding, request.into_body(), deadline);
+    let answer = decide(&app, endpoint, encoding, request.into_body(), deadline, span);
     tokio::time::timeout_at(deadline.into(), answer).await.map_err(|_| ApiError::Deadline)?
 }
 
@@ -74,6 +75,7 @@ async fn decide(
     encoding: Encoding,
     body: Body,
     deadline: Instant,
+    span: Option<RequestSpan>,
 ) -> Result<Response, ApiError> {
     let limit = app.options.max_body_bytes;
     let held = body::read(body, limit, &app.body_memory, deadline).await?;
@@ -86,7 +88,10 @@ async fn decide(
     });
     // A panic takes the permit and the body with it.
     let (permit, work) = prepared.await.map_err(|_| ApiError::Internal)?;
-    let Work { trees, context, input_tokens } = work?;
+    let Work { trees, context, questions, input_tokens } = work?;
+    if let Some(span) = span {
+        span.prepared(questions, input_tokens);
+    }
     let prepare = started.elapsed();
     let computed = compute(permit, trees, deadline).await?;
     let started = Instant::now();
@@ -107,6 +112,7 @@ async fn decide(
 struct Work {
     trees: Vec<Tree>,
     context: ResponseContext,
+    questions: usize,
     /// Tokens of all trees: what `usage` says.
     input_tokens: usize,
 }
@@ -131,12 +137,13 @@ fn prepare(
         return Err(ApiError::UnknownModel);
     }
     let Prepared { tree, context, .. } = app.service.processor.prepare(&request)?;
+    let questions = request.questions.len();
     let trees = match endpoint {
         Endpoint::Systemone | Endpoint::Permute => vec![tree],
         Endpoint::Separate => alone(tree),
     };
     let input_tokens = trees.iter().map(Tree::input_tokens).sum();
-    Ok(Work { trees, context, input_tokens })
+    Ok(Work { trees, context, questions, input_tokens })
 }
 
 /// One tree per question.

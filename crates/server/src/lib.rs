@@ -24,8 +24,9 @@ mod wire;
 
 pub use auth::{ApiKey, ApiKeys};
 pub use cors::{Cors, OriginError};
+pub use observe::SPAN_TARGET;
 pub use openapi::openapi;
 pub use serve::{ServeError, serve};
-pub use service::{CacheProbe, CacheSnapshot, ServerOptions, Service};
+pub use service::{CacheProbe, CacheSnapshot, ServerOptions, Service, SpanParent};
 pub use tls::{Tls, TlsError};
 pub use wire::{Answered, ModelCard};

@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::Response;
 use tower::ServiceExt;
+use tracing::Span;
+use tracing::field::Empty;
 
 use crate::routes::counted;
 use crate::service::App;
@@ -45,6 +47,63 @@ impl Caller {
     }
 }
 
+/// The target of the spans of requests. They are at level `TRACE` and under a name that no log is asked for: a log has the
+/// same in one line.
+pub const SPAN_TARGET: &str = "omni_kev_requests";
+
+/// The span of a request under `/v1`: from its headers to its answer, or to the moment its caller left. It ends with its last
+/// holder.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestSpan(Span);
+
+impl RequestSpan {
+    fn begin(app: &App, route: &'static str, id: &HeaderValue, headers: &HeaderMap) -> Self {
+        if !route.starts_with("/v1/") {
+            return Self(Span::none());
+        }
+        let span = tracing::trace_span!(
+            target: SPAN_TARGET,
+            parent: None,
+            "request",
+            otel.name = route,
+            otel.kind = "server",
+            otel.status_code = Empty,
+            request_id = id.to_str().unwrap_or(""),
+            http.route = route,
+            http.response.status_code = Empty,
+            questions = Empty,
+            input_tokens = Empty,
+            queue_ms = Empty,
+            prepare_ms = Empty,
+            model_ms = Empty,
+            finish_ms = Empty,
+        );
+        if let Some(parent) = app.options.span_parent.as_ref().filter(|_| !span.is_disabled()) {
+            parent.set(headers, &span);
+        }
+        Self(span)
+    }
+
+    /// What the request turned out to be.
+    pub(crate) fn prepared(&self, questions: usize, input_tokens: usize) {
+        self.0.record("questions", questions as i64).record("input_tokens", input_tokens as i64);
+    }
+
+    fn answered(&self, status: StatusCode, stages: Option<Stages>) {
+        self.0.record("http.response.status_code", i64::from(status.as_u16()));
+        if status.is_server_error() {
+            self.0.record("otel.status_code", "error");
+        }
+        if let Some(Stages { queue, prepare, model, finish }) = stages {
+            for (name, time) in
+                [("queue_ms", queue), ("prepare_ms", prepare), ("model_ms", model), ("finish_ms", finish)]
+            {
+                self.0.record(name, 1e3 * time.as_secs_f64());
+            }
+        }
+    }
+}
+
 /// Where the time of an answered request went.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stages {
@@ -66,9 +125,12 @@ pub(crate) async fn respond(
     request.extensions_mut().insert(Arrival(arrival));
     request.extensions_mut().insert(caller.clone());
     let id = request_id(request.headers());
+    let span = RequestSpan::begin(&app, route, &id, request.headers());
+    request.extensions_mut().insert(span.clone());
     let mut response = router.oneshot(request).await?;
     let stages = response.extensions_mut().remove::<Stages>();
     app.metrics.count(route, response.status(), stages);
+    span.answered(response.status(), stages);
     let elapsed = arrival.elapsed();
     let ms = |time: fn(&Stages) -> Duration| stages.as_ref().map(|stages| 1e3 * time(stages).as_secs_f64());
     tracing::info!(

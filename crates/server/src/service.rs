@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
+use axum::http::HeaderMap;
 use processor::Processor;
 use scheduler::Scheduler;
 use tokio::sync::Semaphore;
+use tracing::Span;
 
 use crate::auth::ApiKeys;
 use crate::cors::Cors;
@@ -67,6 +69,29 @@ impl std::fmt::Debug for CacheProbe {
     }
 }
 
+/// A way to give the span of a request its parent by the request's headers. What a span becomes is not the server's to know.
+#[derive(Clone)]
+pub struct SpanParent(Arc<SetParent>);
+
+type SetParent = dyn Fn(&HeaderMap, &Span) + Send + Sync;
+
+impl SpanParent {
+    /// By this function, which is called once for every span, before anything is recorded in it.
+    pub fn new(set: impl Fn(&HeaderMap, &Span) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(set))
+    }
+
+    pub(crate) fn set(&self, headers: &HeaderMap, span: &Span) {
+        (self.0)(headers, span);
+    }
+}
+
+impl std::fmt::Debug for SpanParent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SpanParent")
+    }
+}
+
 /// Limits and switches of a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -74,6 +99,8 @@ pub struct ServerOptions {
     pub api_keys: ApiKeys,
     /// The certificate; none speaks plain HTTP.
     pub tls: Option<Tls>,
+    /// How the spans of requests find their parents; none leaves each by itself.
+    pub span_parent: Option<SpanParent>,
     /// Which web pages may read answers.
     pub cors: Cors,
     /// Longest body in bytes, before and after decompression.
@@ -116,6 +143,7 @@ impl Default for ServerOptions {
         Self {
             api_keys: ApiKeys::default(),
             tls: None,
+            span_parent: None,
             cors: Cors::default(),
             max_body_bytes: 16 << 20,
             body_memory_bytes: 256 << 20,
