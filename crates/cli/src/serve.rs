@@ -24,7 +24,7 @@ pub(crate) struct Arguments {
     /// The certificate's private key, a PEM file without a password; needs --tls-cert
     #[arg(long, env = "OMNI_KEV_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Send a span for every request to the OpenTelemetry collector at this URL, http://host[:port][/path]
+    /// Send a span for every request to the OpenTelemetry collector at this URL, http://host:port or with a path after it
     #[cfg(feature = "otlp")]
     #[arg(long, env = "OMNI_KEV_OTLP_ENDPOINT", value_name = "URL")]
     pub(crate) otlp_endpoint: Option<crate::otlp::Endpoint>,
