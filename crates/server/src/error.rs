@@ -430,10 +430,22 @@ fn write_json_error(out: &mut String, message: &str, position: usize) {
     out.push_str("}}]");
 }
 
+impl ApiError {
+    /// Its name in the table.
+    pub(crate) fn code(&self) -> &'static str {
+        self.row().code
+    }
+}
+
+/// The reason of a refusal, on its response, for whoever counts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Refused(pub(crate) &'static str);
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let row = self.row();
         let mut response = wire::json(row.status, self.body());
+        response.extensions_mut().insert(Refused(row.code));
         let headers = response.headers_mut();
         if row.status == S::SERVICE_UNAVAILABLE {
             wire::come_back(headers);

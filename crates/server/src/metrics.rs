@@ -23,6 +23,8 @@ const STAGES: [&str; 4] = ["queue", "prepare", "model", "finish"];
 pub(crate) struct Metrics {
     /// Responses by route and status. Routes are those of the table, so their number is bounded.
     responses: Mutex<BTreeMap<(&'static str, u16), u64>>,
+    /// Refusals by reason. Reasons are those of the table of errors.
+    refusals: Mutex<BTreeMap<&'static str, u64>>,
     stages: [Histogram; STAGES.len()],
 }
 
@@ -46,6 +48,11 @@ impl Histogram {
 }
 
 impl Metrics {
+    /// Counts a refusal.
+    pub(crate) fn refused(&self, reason: &'static str) {
+        *self.refusals.lock().unwrap_or_else(PoisonError::into_inner).entry(reason).or_default() += 1;
+    }
+
     /// Counts a response, and its stages if the model answered it.
     pub(crate) fn count(&self, route: &'static str, status: StatusCode, stages: Option<Stages>) {
         let mut responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,6 +111,10 @@ fn text(app: &App) -> String {
         .map(|((route, status), count)| (format!("{{route=\"{route}\",status=\"{status}\"}}"), *count as f64))
         .collect();
     family(&mut out, "responses_total", "counter", "Responses by route and status.", &samples);
+    let refusals = app.metrics.refusals.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let samples: Vec<(String, f64)> =
+        refusals.iter().map(|(reason, count)| (format!("{{reason=\"{reason}\"}}"), *count as f64)).collect();
+    family(&mut out, "refusals_total", "counter", "Responses that are errors, by reason.", &samples);
 
     let gauges = [
         (

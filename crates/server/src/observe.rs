@@ -15,6 +15,7 @@ use tower::ServiceExt;
 use tracing::Span;
 use tracing::field::Empty;
 
+use crate::error::Refused;
 use crate::routes::counted;
 use crate::service::App;
 
@@ -130,6 +131,9 @@ pub(crate) async fn respond(
     let mut response = router.oneshot(request).await?;
     let stages = response.extensions_mut().remove::<Stages>();
     app.metrics.count(route, response.status(), stages);
+    if let Some(Refused(reason)) = response.extensions_mut().remove::<Refused>() {
+        app.metrics.refused(reason);
+    }
     span.answered(response.status(), stages);
     let elapsed = arrival.elapsed();
     let ms = |time: fn(&Stages) -> Duration| stages.as_ref().map(|stages| 1e3 * time(stages).as_secs_f64());

@@ -103,6 +103,7 @@ pub async fn serve(
                 connections.spawn(welcome(stream, Arc::clone(&app), router.clone(), stopping.clone()));
             }
             Ok((stream, _)) if refusals.len() < MAX_REFUSALS => {
+                app.metrics.refused(ApiError::Connections.code());
                 refusals.spawn(turn_away(stream, app.options.tls.clone()));
             }
             Ok(_) => {}

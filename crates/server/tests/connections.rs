@@ -431,6 +431,8 @@ fn metrics_count_what_happened_and_quote_nobody() {
         "omni_kev_responses_total{route=\"/v1/systemone\",status=\"200\"} 1",
         "omni_kev_responses_total{route=\"/v1/systemone\",status=\"422\"} 1",
         "omni_kev_responses_total{route=\"other\",status=\"404\"} 1",
+        "omni_kev_refusals_total{reason=\"json_invalid\"} 1",
+        "omni_kev_refusals_total{reason=\"not_found\"} 1",
         "omni_kev_batches_total 1",
         "omni_kev_admitted_requests 0",
         "omni_kev_prefix_cache_hits_total 0",
