@@ -79,36 +79,23 @@ fn ci() -> Result<(), String> {
     tidy::check(&root)?;
     println!("=== tidy: ok");
     timed("dependencies", || deny::check(&root))?;
-    step("tests", &["test", "--workspace"], &[])?;
-    let traces =
-        ["test", "--package", "omni-kev", "--features", "otlp", "--bin", "omni-kev", "--test", "otlp"];
-    step("traces", &traces, &[])?;
+    // One build for all of them: what these features add are tests and, by `otlp`, one option.
+    let golden = root.join("../shared/golden");
+    let features = if golden.is_dir() {
+        "omni-kev/otlp,artifact/golden,processor/golden,executor/golden,omni-kev/golden"
+    } else {
+        "omni-kev/otlp"
+    };
+    step("tests", &["test", "--workspace", "--features", features], &[])?;
+    if golden.is_dir() {
+        println!("=== golden tier: among the tests");
+    } else {
+        println!("=== golden tier: NOT RUN, {} is absent", golden.display());
+    }
     step("release build", &["build", "--release"], &[])?;
     timed("kernels", || kernels::build(&root, &[]).map(|_| ()))?;
     timed("conformance", || conformance::check(&root, &binary(&root)))?;
     timed("deployment", || deploy::check(&root, &binary(&root), &[]))?;
-    let golden = root.join("../shared/golden");
-    if golden.is_dir() {
-        for package in ["artifact", "processor", "executor", "omni-kev"] {
-            step(
-                "golden tier",
-                &[
-                    "test",
-                    "--package",
-                    package,
-                    "--features",
-                    "golden",
-                    "--test",
-                    "golden",
-                    "--",
-                    "--nocapture",
-                ],
-                &[],
-            )?;
-        }
-    } else {
-        println!("=== golden tier: NOT RUN, {} is absent", golden.display());
-    }
     println!("=== gate: {} steps passed", done + 5);
     Ok(())
 }

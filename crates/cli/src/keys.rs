@@ -14,14 +14,19 @@ pub(crate) fn read(path: &Path) -> Result<Vec<ApiKey>> {
 
 fn parse(text: &str) -> Result<Vec<ApiKey>> {
     let mut keys = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if !line.is_empty() && !line.starts_with('#') {
-            keys.push(key(line).with_context(|| format!("line {}", number + 1))?);
-        }
+    for (number, line) in lines(text) {
+        keys.push(key(line).with_context(|| format!("line {number}"))?);
     }
     anyhow::ensure!(!keys.is_empty(), "holds no key: expected one a line");
     Ok(keys)
+}
+
+/// Lines that hold something, with their numbers. What some editors put before the first line is no part of its key.
+fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let numbered = text.trim_start_matches('\u{feff}').lines().enumerate();
+    numbered
+        .map(|(index, line)| (index + 1, line.trim()))
+        .filter(|(_, line)| !line.is_empty() && !line.starts_with('#'))
 }
 
 /// `<key>` or `<name> <key>`. Keys may hold colons, so blanks part the two.
@@ -49,6 +54,12 @@ mod tests {
     use super::*;
 
     const DIGEST: &str = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
+
+    #[test]
+    fn a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_key() {
+        let found: Vec<(usize, &str)> = lines("\u{feff}one\r\n# no\r\n\r\nname two\r\n").collect();
+        assert_eq!(found, [(1, "one"), (4, "name two")]);
+    }
 
     #[test]
     fn key_files_hold_keys_digests_names_and_comments() {

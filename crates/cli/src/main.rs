@@ -140,12 +140,25 @@ impl std::fmt::Display for Internal {
 
 impl std::error::Error for Internal {}
 
+/// An error with its causes, each once: errors of this program quote the system's reason themselves.
+fn described(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match report_and_run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("omni-kev: {error:#}");
+            eprintln!("omni-kev: {}", described(&error));
             ExitCode::from(exit_code(&error))
         }
     }
@@ -208,6 +221,18 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn a_reason_is_said_once() {
+        let cause = std::io::Error::other("gone");
+        let path = std::path::PathBuf::from("x");
+        let error = artifact::ArtifactError::Io { path, action: "read", source: cause };
+        assert_eq!(
+            described(&anyhow::Error::from(error).context("INVALID")),
+            "INVALID: x: cannot read: gone"
+        );
+        assert_eq!(described(&anyhow::anyhow!("a").context("b")), "b: a");
+    }
 
     #[test]
     fn errors_have_their_exit_codes() {
