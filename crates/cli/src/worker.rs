@@ -43,9 +43,10 @@ pub(crate) struct WorkerArguments {
     /// Time from a request's headers to its answer, in milliseconds
     #[arg(long, env = "OMNI_KEV_DEADLINE_MS", default_value_t = 10_000)]
     deadline_ms: u64,
-    /// The longest that a request may ask for instead, by x-request-timeout-ms
-    #[arg(long, env = "OMNI_KEV_MAX_DEADLINE_MS", default_value_t = 60_000)]
-    max_deadline_ms: u64,
+    /// The longest that a request may ask for instead, by x-request-timeout-ms; by default 60,000, or --deadline-ms if that is
+    /// more
+    #[arg(long, env = "OMNI_KEV_MAX_DEADLINE_MS")]
+    max_deadline_ms: Option<u64>,
     /// Let web pages of this origin, scheme://host or scheme://host:port, read answers; again for each origin, or * alone for any
     #[arg(long = "cors-origin", env = "OMNI_KEV_CORS_ORIGIN", value_name = "ORIGIN", value_delimiter = ',')]
     cors_origins: Vec<String>,
@@ -107,11 +108,11 @@ impl Worker {
     /// Verifies an export, loads it and warms up.
     pub(crate) fn start(export: &Path, arguments: &WorkerArguments) -> Result<Self> {
         // What can be wrong with the arguments is said before anything takes long.
+        let max_deadline_ms = arguments.max_deadline_ms.unwrap_or(arguments.deadline_ms.max(60_000));
         anyhow::ensure!(
-            arguments.max_deadline_ms >= arguments.deadline_ms,
-            "--max-deadline-ms: expected at least --deadline-ms, which is {}, found {}",
-            arguments.deadline_ms,
-            arguments.max_deadline_ms
+            max_deadline_ms >= arguments.deadline_ms,
+            "--max-deadline-ms: expected at least --deadline-ms, which is {}, found {max_deadline_ms}",
+            arguments.deadline_ms
         );
         let cors = Cors::parse(&arguments.cors_origins).context("--cors-origin")?;
         let api_keys = arguments.api_key_file.as_deref().map(keys::read).transpose()?.unwrap_or_default();
@@ -169,7 +170,7 @@ impl Worker {
             max_body_bytes: arguments.max_body_bytes,
             max_connections: arguments.max_connections,
             deadline: Duration::from_millis(arguments.deadline_ms),
-            max_deadline: Duration::from_millis(arguments.max_deadline_ms),
+            max_deadline: Duration::from_millis(max_deadline_ms),
             cors,
             exit_on_failure: arguments.exit_on_failure,
             drain_timeout: Duration::from_millis(arguments.drain_timeout),

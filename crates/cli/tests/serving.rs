@@ -235,6 +235,19 @@ fn what_cannot_be_served_is_refused_at_the_start() {
 }
 
 #[test]
+fn a_longer_deadline_needs_no_second_option() {
+    let agent = ureq::Agent::new_with_defaults();
+    for (deadline, limit) in [("120000", 120_000), ("1000", 60_000)] {
+        let (mut child, url) = served(&["--deadline-ms", deadline, "--drain-delay", "0"]);
+        let ready = agent.get(format!("{url}/ready")).call().unwrap().body_mut().read_to_string().unwrap();
+        let ready: serde_json::Value = serde_json::from_str(&ready).unwrap();
+        assert_eq!(ready["limits"]["max_deadline_ms"], limit, "{ready}");
+        signal(&child, "-TERM");
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+    }
+}
+
+#[test]
 fn tls_is_no_key() {
     let files = Files::new();
     files.certificate();
