@@ -1,5 +1,5 @@
-//! Owns the check of dependencies by `cargo deny`: licences, bans and sources, which need no network. Advisories need a database
-//! that a gate cannot count on; `cargo xtask advisories` asks for it.
+//! Owns the check of dependencies by `cargo deny`: licences, bans and sources, which need the crates alone. Advisories need a
+//! database that a gate cannot count on; `cargo xtask advisories` asks for it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,11 +9,16 @@ use crate::python::run;
 /// The release that the configuration is written for.
 const VERSION: &str = "0.20.2";
 
-/// Checks what needs no network.
+/// Checks what needs no database.
 ///
 /// # Errors
 /// What `cargo deny` found, or why it cannot be had.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
+    // It resolves the dependencies of every platform, of which a build fetches those of its own.
+    run(
+        Command::new("cargo").args(["fetch", "--locked", "--quiet"]).current_dir(root),
+        "fetching dependencies",
+    )?;
     ask(root, &["--offline", "check", "licenses", "bans", "sources"])
 }
 

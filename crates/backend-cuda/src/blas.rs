@@ -9,6 +9,7 @@ use backend::{BackendError, Result};
 use cudarc::cublas::sys;
 
 use crate::device::{Device, Memory, failure};
+use crate::turn::turn;
 
 /// What torch gives cuBLAS on sm_90; the library's choice depends on it.
 const WORKSPACE: usize = 32 << 20;
@@ -69,6 +70,7 @@ impl Blas {
             ));
         }
         device.context.bind_to_thread().map_err(|error| failure("binding the context", error))?;
+        let _turn = turn();
         let workspace = device.allocate("cuBLAS's workspace", WORKSPACE)?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: `handle` is written once; the stream and the workspace outlive it.
@@ -238,6 +240,7 @@ impl Blas {
 
 impl Drop for Blas {
     fn drop(&mut self) {
+        let _turn = turn();
         if self.bind().is_ok() {
             // SAFETY: created once, destroyed once; a failure means that the device is lost.
             let _ = unsafe { sys::cublasDestroy_v2(self.handle) };

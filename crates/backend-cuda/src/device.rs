@@ -10,6 +10,7 @@ use backend::{BackendError, DType, Result};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 
 use crate::module::Module;
+use crate::turn::turn;
 
 /// A GPU with its stream and its loaded kernels.
 #[derive(Debug)]
@@ -42,6 +43,7 @@ impl Device {
                 "the NVIDIA driver library libcuda.so.1 was not found on this machine".to_owned(),
             ));
         }
+        let _turn = turn();
         let context = CudaContext::new(ordinal).map_err(|error| failure("opening the device", error))?;
         // SAFETY: all work goes through one stream, so nothing needs events to be ordered.
         unsafe { context.disable_event_tracking() };
@@ -147,6 +149,7 @@ impl Device {
     /// [`BackendError::Memory`] when the device has not enough left.
     pub fn allocate(self: &Arc<Self>, what: &str, bytes: usize) -> Result<Memory> {
         self.context.bind_to_thread().map_err(|error| failure("binding the context", error))?;
+        let _turn = turn();
         // SAFETY: a plain allocation; a size of zero is not allowed by the driver.
         let pointer = unsafe { result::malloc_sync(bytes.max(16)) }.map_err(|error| {
             BackendError::Memory { what: what.to_owned(), bytes, reason: error.to_string() }
@@ -182,6 +185,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn();
         if self.context.bind_to_thread().is_ok() {
             for raw in spare.drain(..) {
                 // SAFETY: allocated by `allocate`, and no other owner is left.
@@ -275,6 +279,7 @@ impl Drop for Memory {
             // Work that still reads it is ahead, in the one stream, of whatever writes it next.
             self.device.spare.lock().unwrap_or_else(PoisonError::into_inner).push(raw);
         } else if self.device.context.bind_to_thread().is_ok() {
+            let _turn = turn();
             // SAFETY: allocated by `allocate`, freed once. A failure here means that the device is lost, which the
             // next operation reports.
             let _ = unsafe { result::free_sync(raw.pointer) };

@@ -13,6 +13,7 @@ use backend::{BackendError, DType, Result};
 use cudarc::cublaslt::{result, sys};
 
 use crate::device::{Device, Memory, failure};
+use crate::turn::turn;
 
 /// Row counts that have an algorithm of their own: (up to, in steps of). A product uses that of the next larger class,
 /// so steps are about as wide as a tile.
@@ -150,6 +151,7 @@ impl Gemm {
             return Err(BackendError::Device(reason.to_owned()));
         }
         device.context.bind_to_thread().map_err(|error| failure("binding the context", error))?;
+        let _turn = turn();
         let workspace = device.allocate("cuBLASLt's workspace", WORKSPACE)?;
         let handle = result::create_handle().map_err(|error| refused("opening", error))?;
         let operation = result::create_matmul_desc(
@@ -360,6 +362,7 @@ impl Gemm {
 
 impl Drop for Gemm {
     fn drop(&mut self) {
+        let _turn = turn();
         // SAFETY: created in `open`, destroyed once.
         unsafe {
             let _ = sys::cublasLtMatmulPreferenceDestroy(self.preference);

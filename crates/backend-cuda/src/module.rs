@@ -11,6 +11,7 @@ use cudarc::driver::{CudaContext, result, sys};
 use sha2::{Digest, Sha256};
 
 use crate::device::failure;
+use crate::turn::turn;
 
 /// Names the file of compiled kernels to load.
 pub const PATH_VARIABLE: &str = "OMNI_KEV_KERNELS";
@@ -129,6 +130,7 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
+        let _turn = turn();
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: loaded once, unloaded once; the device outlives no launch of its kernels.
             let _ = unsafe { result::module::unload(self.raw) };

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use artifact::Export;
-use backend_cuda::{CudaOps, CudaOptions, Profile};
+use backend_cuda::{CudaOps, CudaOptions, Profile, turn};
 use model::WeightSet;
 
 use crate::worker::{Executor, ExecutorError, ExecutorOptions, sizes};
@@ -54,6 +54,7 @@ pub fn open_cuda(
     options: &ExecutorOptions,
     cuda: CudaOptions,
 ) -> Result<Executor<CudaOps>, ExecutorError> {
+    let _turn = turn();
     let ops = CudaOps::open(cuda)?;
     let set = match cuda.profile {
         Profile::Exact => WeightSet::Exact,

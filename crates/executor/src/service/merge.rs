@@ -3,7 +3,7 @@
 
 use artifact::{ArtifactError, LoraPair, MergeRecord, Merger, Tensor};
 use backend::{BackendError, LowRank};
-use backend_cuda::ServiceOps;
+use backend_cuda::{ServiceOps, turn};
 
 use super::model::host;
 
@@ -33,6 +33,7 @@ impl Merger for CudaMerger {
     }
 
     fn merge(&self, weight: &Tensor, lora: &LoraPair) -> artifact::Result<Vec<u8>> {
+        let _turn = turn();
         let adapter = LowRank { a: host(&lora.a), b: host(&lora.b), scale: lora.scale };
         self.ops
             .merge(&host(weight), &adapter)

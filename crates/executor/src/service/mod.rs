@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use artifact::Export;
-use backend_cuda::{Grid, ServiceOps};
+use backend_cuda::{Grid, ServiceOps, turn};
 use decision::{Outcome, Tree};
 use scheduler::{Execute, ExecuteError};
 
@@ -100,6 +100,7 @@ impl ServiceExecutor {
         if !merged_on.starts_with("cuda") {
             return Err(ExecutorError::Merged { found: merged_on.clone() });
         }
+        let _turn = turn();
         let ops = ServiceOps::open(options.ordinal)?;
         let limits = limits(options);
         let (weights, buffers) = planned_bytes(export, limits);
